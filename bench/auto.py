@@ -35,10 +35,11 @@ from rich.table import Table
 import sparsecomm as sc
 from bench import report, simulate
 from bench.simulate import Problem
+from bench.timing import Ours, Timer
 from sparsecomm import transport
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.cli import main as command
-from sparsecomm.cli.bench.timing import Ours, Timer, Vectors, uninterrupted
+from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import number_text, rate_text, time_text
 from sparsecomm.transport import simulated

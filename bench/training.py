@@ -39,7 +39,7 @@ import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
 from bench.compare.baselines import start_gloo
-from sparsecomm.cli.bench.timing import Runner, Timer
+from bench.timing import Runner, Timer
 from sparsecomm.optimizers.adamw import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.quantities import rate_text
 

@@ -12,8 +12,6 @@ import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__: list[str] = []
-
 _PACKAGE = Path(__file__).parent
 _CHECKOUT = _PACKAGE.parent
 _BUILD = f"{sys.executable} setup.py build_ext --inplace"

@@ -23,11 +23,12 @@ from rich.table import Table
 
 from bench import report
 from bench.compare import tables
-from bench.compare.contenders import CONTENDERS, Ours, wrong_elements
+from bench.compare.contenders import CONTENDERS, FromZero, Ours, wrong_elements
 from bench.compare.tables import DENSE, SPARSE
+from bench.timing import Runner, Timer, Timing
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli.bench import available_bytes
-from sparsecomm.cli.bench.timing import Runner, Timer, Timing, Vectors, uninterrupted
+from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import transport_of
@@ -59,7 +60,8 @@ def main() -> int:
         "wrong": [],
     }
     gradient = np.random.default_rng([0, COMM.rank]).standard_normal(options.n, dtype=np.float32)
-    comparison = Comparison(options, Vectors(COMM, gradient), run)
+    vectors = FromZero(COMM, gradient, np.zeros_like(gradient), np.zeros_like(gradient))
+    comparison = Comparison(options, vectors, run)
     all_tables = comparison.by_density() if options.densities else comparison.at_one_density(link_of)
     if COMM.rank == 0:
         report.publish(options.write and options.write / options.name, heading(run, link_of), all_tables, run)

@@ -13,12 +13,14 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
+from bench import timing
 from bench.compare.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
+from bench.timing import Runner
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.cli.bench import timing as runners
 from sparsecomm.cli.bench.rows import Check
-from sparsecomm.cli.bench.timing import Clock, Runner, Vectors
+from sparsecomm.cli.bench.timing import Clock, Vectors
+from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
@@ -37,6 +39,17 @@ def on_the_wire() -> int:
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): fields.split() for name, fields in (line.split(":") for line in lines)}
     return sum(int(fields[8]) for name, fields in counts.items() if name != "lo")
+
+
+class FromZero(Vectors):
+    """Vectors whose residual is zero before each call, in the memory of the caller."""
+
+    def __init__(self, comm: Any, x: Array, residual: Array, out: Array) -> None:
+        self.comm, self.memory, self.n = comm, DEVICES["cpu"](), x.size
+        self.x, self.residual, self.out = x, residual, out
+
+    def reset(self) -> None:
+        self.residual.fill(0)
 
 
 class Selection:
@@ -135,7 +148,7 @@ class Replay:
         self._begun.clear()
 
 
-class Ours(runners.Ours):
+class Ours(timing.Ours):
     """An algorithm of sparsecomm; its exchange can also be timed alone, and its messages with mpi4py alone."""
 
     def __init__(self, name: str, vectors: Vectors, k: int, wire: str) -> None:
@@ -287,7 +300,7 @@ def wrong_elements(contender: Contender, runner: Ours | Theirs, vectors: Vectors
     runner.step()
     if contender.oracle is None:
         check = Distance(comm, vectors.x, None, contender.error)
-        return check.wrong(None, None, vectors.out, residual)
+        return check.different(None, None, vectors.out) + (0 if residual is None else check.lost(vectors.out, residual))
     wrong = _wrongly_selected(vectors.x, runner.selected, k)
     expected = None
     if contender.kind != "ours":
@@ -297,7 +310,8 @@ def wrong_elements(contender: Contender, runner: Ours | Theirs, vectors: Vectors
     error = None if expected is None else contender.error
     check = Distance(comm, vectors.x, expected, error)
     indices = np.flatnonzero(vectors.out)
-    return wrong + check.wrong(indices, vectors.out[indices], vectors.out, residual)
+    wrong += check.different(indices, vectors.out[indices], vectors.out)
+    return wrong + (0 if residual is None else check.lost(vectors.out, residual))
 
 
 def _expected(oracle: str, selected: Entries, vectors: Vectors, k: int, nodes: Sequence[int]) -> Array | None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from bench import report
 from bench.compare.contenders import CONTENDERS, Ours
 from bench.report import interval, number, quartiles
-from sparsecomm.cli.bench.timing import Runner, Timing
+from bench.timing import Runner, Timing
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import number_text
 

@@ -24,16 +24,14 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
-from bench import report
+from bench import report, timing
 from bench.compare import baselines, contenders
 from bench.paper.models import MODELS, Model
 from bench.paper.tables import rows_of
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import tune
-from sparsecomm.cli.bench import timing
 from sparsecomm.cli.bench.timing import Vectors, uninterrupted
-from sparsecomm.cli.devices import DEVICES
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.profile import Profile
@@ -71,7 +69,8 @@ def main() -> int:
     alone: dict[str, dict[str, float]] = {}
     for name, method in wanted:
         model = MODELS[name]
-        vectors = Views(base, np.frombuffer(memory, np.float32), model.n)
+        residual, out = np.frombuffer(memory, np.float32)[: 2 * model.n].reshape(2, -1)
+        vectors = contenders.FromZero(COMM, base[: model.n], residual, out)
         if method == "dense":
             memory.madvise(mmap.MADV_DONTNEED)
         elif name not in alone:
@@ -140,15 +139,6 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-
-
-class Views(Vectors):
-    """The vectors of a model: gradients are views of ``base``, residual and sum lie in ``memory``."""
-
-    def __init__(self, base: Array, memory: Array, n: int) -> None:
-        self.comm, self.memory, self.n, self.gradient = COMM, DEVICES["cpu"](), n, base[:n]
-        self.initial, self.before = None, None
-        self.x, self.residual, self.out = base[:n], memory[:n], memory[n : 2 * n]
 
 
 def gradient(base: Array, n: int, step: int) -> Array:

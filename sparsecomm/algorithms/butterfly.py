@@ -4,8 +4,6 @@ Source: ranks merge as in gTop-k (Shi et al., ICDCS 2019, Section III), in the p
 Rabenseifner, Gropp, IJHPCA 2005, Section 4.3). If P is not a power of two, a fold comes first: with P = 2^steps + rem,
 the first 2 rem ranks form pairs of neighbours, and the odd rank of each pair takes part for both.
 
-Cost: floor(log2 P) steps of (alpha + k b beta) per rank; two more if P is not a power of two.
-
     rank       0     1     2     3     4     5     6
     fold       0 -> 0+1    2 -> 2+3    4 -> 4+5    6
     step 0          0..3 <---> 0..3        4..6 <--> 4..6
@@ -39,18 +37,15 @@ class Fold:
     """A rank's role in the fold and in recursive doubling. The names are MPICH's.
 
     Attributes:
-        steps: number of steps of recursive doubling, floor(log2 P).
         rem: number of pairs.
         newrank: this rank's number among the 2^steps ranks that take part; -1 for the even rank of a pair.
-        hands_over: whether this rank is the even one of a pair, which sends to ``partner`` and receives the result.
-        partner: the other rank of this rank's pair; -1 if it has none.
+        partner: the other rank of this rank's pair; -1 if it has none. The even rank sends to it, and receives the
+            result.
         peers: for each step, the rank to exchange with. Its new rank differs in the bit of this step.
     """
 
-    steps: int
     rem: int
     newrank: int
-    hands_over: bool
     partner: int
     peers: tuple[int, ...] = ()
 
@@ -60,11 +55,11 @@ class Fold:
         steps = size.bit_length() - 1
         rem = size - (1 << steps)
         if rank < 2 * rem and rank % 2 == 0:
-            return cls(steps, rem, -1, True, rank + 1)
+            return cls(rem, -1, rank + 1)
         newrank, partner = (rank - rem, -1) if rank >= 2 * rem else (rank // 2, rank - 1)
         others = [newrank ^ (1 << step) for step in range(steps)]
         peers = tuple(2 * other + 1 if other < rem else other + rem for other in others)
-        return cls(steps, rem, newrank, False, partner, peers)
+        return cls(rem, newrank, partner, peers)
 
 
 def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
@@ -88,8 +83,8 @@ def recursive_doubling(
     combination, and this rank is number ``shard`` among them.
     """
     fold = Fold.of(comm.rank, comm.size)
-    unfold = fold.steps + 1
-    if fold.hands_over:
+    unfold = comm.size.bit_length()  # the round after the fold and the steps
+    if fold.newrank < 0:
         comm.send(comm.quantized(own, gradient), fold.partner, 0)
         return comm.receive(fold.partner, unfold, max_entries)
     if fold.partner >= 0:
@@ -103,7 +98,7 @@ def recursive_doubling(
         own = combine(lower, upper, fold.newrank % (2 * mask), 2 * mask)
 
     if fold.rem:
-        own = comm.quantized(own, gradient, fold.newrank, 1 << fold.steps)
+        own = comm.quantized(own, gradient, fold.newrank, 1 << len(fold.peers))
     if fold.partner >= 0:
         comm.send(own, fold.partner, unfold)
     return own

@@ -4,9 +4,6 @@ Source: a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004, Section 3).
 other ranks at once. If several ranks share the link of their node, the library uses a ring instead (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009).
 
-Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, with e bytes per element. The ring costs 2 (P - 1) alpha
-instead of the first two terms.
-
     The gradient is split into P segments; rank r owns segment r. Every rank sends each segment to its owner. The owner
     adds up the copies of its segment, and sends the sum to all ranks.
 
@@ -22,7 +19,7 @@ instead of the first two terms.
 
     If every rank has its own node, and the gradients are so short that their bytes take less time than the latency,
     every rank sends its whole gradient to all others, and adds up all segments itself. This takes one trip:
-    alpha + (P - 2) gap + (P - 1) e n beta.
+    alpha + (P - 2) gap + (P - 1) e n beta, with e bytes per element.
 
 k is ignored. All three variants add up a segment in the order of the ring, so their results are equal. Nothing is
 dropped; the residual becomes zero.
@@ -49,7 +46,7 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     boundaries = [len(total) * i // size for i in range(size + 1)]
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]
     num_nodes, sent = len(set(comm.node_of_rank)), (size - 1) * len(total)
-    if _shares_links(size, num_nodes):
+    if 1 < num_nodes < size:  # messages to all ranks would cross the link of a node several times
         _sum_on_ring(comm, segments)
     elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_latency_bound(sent):
         _sum_everywhere(comm, total, segments)
@@ -95,19 +92,11 @@ def _sum_on_ring(comm: Communicator, segments: list[Array]) -> None:
         received[:] = comm.exchange_segments({dst: sent}, {src: len(received)}, size - 1 + step)[src]
 
 
-def _shares_links(P: int, num_nodes: int) -> bool:
-    """Return whether several ranks share the link of a node.
-
-    If a rank sent a message directly to all ranks, this link would carry one copy per rank on the other nodes.
-    """
-    return 1 < num_nodes < P
-
-
 def predicted_time(problem: Problem, costs: Costs) -> float:
     """Return the predicted seconds of a call."""
     P, plain, nbytes = problem.P, replace(problem, packed=False), problem.n / problem.P * problem.element_bytes
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
-    if _shares_links(P, num_nodes):
+    if 1 < num_nodes < P:
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
     elif 1 < P == num_nodes and sent <= _MAX_SENT and sent < costs.latency_entries:
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 from sparsecomm.algorithms import ALGORITHMS, find
@@ -27,7 +26,7 @@ _T = TypeVar("_T")
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
-_ONE = MappingProxyType({"": 1.0})
+_ONE = {"": 1.0}
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {**_DECIMAL, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _MAX = 2**53 - 1  # a float does not represent all larger integers

@@ -9,8 +9,6 @@ import os
 
 from sparsecomm.processor import _features
 
-__all__: list[str] = []
-
 if names := _features.missing():
     raise ImportError(
         f"this build of sparsecomm needs a processor with {', '.join(names)}, which the processor of "

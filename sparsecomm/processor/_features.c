@@ -8,50 +8,37 @@ This file is compiled with the same flags as all others, but must itself run on 
 #include <cpuid.h>
 #endif
 
-typedef struct {
-    const char* name;
-    unsigned bit; /* of ECX of CPUID's leaf 1 */
-} Feature;
+static inline void append(PyObject** names, const char* text) {
+    PyObject* name = PyUnicode_FromString(text);
+    if (*names && (!name || PyList_Append(*names, name) < 0)) Py_CLEAR(*names);
+    Py_XDECREF(name);
+}
 
 /* Features of x86-64-v2 that compilers use by themselves. CMPXCHG16B and LAHF are left out: some virtual machines hide
 them, and compilers do not use them by themselves. */
-static const Feature compiled_for[] = {
-#if defined(__x86_64__) && defined(__SSE3__)
-    {"SSE3", 1u << 0},
-#endif
-#if defined(__x86_64__) && defined(__SSSE3__)
-    {"SSSE3", 1u << 9},
-#endif
-#if defined(__x86_64__) && defined(__SSE4_1__)
-    {"SSE4.1", 1u << 19},
-#endif
-#if defined(__x86_64__) && defined(__SSE4_2__)
-    {"SSE4.2", 1u << 20},
-#endif
-#if defined(__x86_64__) && defined(__POPCNT__)
-    {"POPCNT", 1u << 23},
-#endif
-    {NULL, 0},
-};
-
-static unsigned features(void) {
-#if defined(__x86_64__)
-    unsigned a, b, c, d;
-    if (__get_cpuid(1, &a, &b, &c, &d)) return c;
-#endif
-    return 0;
-}
-
 static PyObject* missing(PyObject* self, PyObject* nothing) {
-    const unsigned has = features();
     PyObject* names = PyList_New(0);
     (void)self, (void)nothing;
-    for (const Feature* feature = compiled_for; names && feature->name; feature++) {
-        if (has & feature->bit) continue;
-        PyObject* name = PyUnicode_FromString(feature->name);
-        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
-        Py_XDECREF(name);
-    }
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    const unsigned has = __get_cpuid(1, &a, &b, &c, &d) ? c : 0;
+    (void)has; /* a build may use none of them */
+#if defined(__SSE3__)
+    if (!(has & bit_SSE3)) append(&names, "SSE3");
+#endif
+#if defined(__SSSE3__)
+    if (!(has & bit_SSSE3)) append(&names, "SSSE3");
+#endif
+#if defined(__SSE4_1__)
+    if (!(has & bit_SSE4_1)) append(&names, "SSE4.1");
+#endif
+#if defined(__SSE4_2__)
+    if (!(has & bit_SSE4_2)) append(&names, "SSE4.2");
+#endif
+#if defined(__POPCNT__)
+    if (!(has & bit_POPCNT)) append(&names, "POPCNT");
+#endif
+#endif
     return names;
 }
 

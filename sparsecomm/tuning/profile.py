@@ -85,6 +85,9 @@ class KnownCosts:
         return zlib.crc32(repr(astuple(self.costs)).encode()) or 1
 
 
+ASSUMED = KnownCosts(DEFAULT, "assumed: 1 Gb/s")  # if nothing was measured
+
+
 def path() -> Path:
     """Return the file from which the profile is read, and to which it is written."""
     return _path(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"))
@@ -140,11 +143,6 @@ def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, nu
         else:
             return KnownCosts(profile.costs, f"profile {file}")
     return KnownCosts(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
-
-
-def assumed() -> KnownCosts:
-    """Return the costs that are assumed if nothing was measured."""
-    return KnownCosts(DEFAULT, "assumed: 1 Gb/s")
 
 
 def measured(link: Link | None, node: Link | None) -> KnownCosts:

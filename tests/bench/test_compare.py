@@ -141,12 +141,12 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from mpi4py import MPI
 
-    from bench.compare.contenders import CONTENDERS
+    from bench.compare.contenders import CONTENDERS, FromZero
     from sparsecomm import transport
-    from sparsecomm.cli.bench.timing import Vectors
 
     counters = transport.transport_of(MPI.COMM_WORLD).counters
-    vectors = Vectors(MPI.COMM_WORLD, np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10_007, np.float32))
+    x = np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10_007, np.float32)
+    vectors = FromZero(MPI.COMM_WORLD, x, np.zeros_like(x), np.zeros_like(x))
     ours = [name for name, contender in CONTENDERS.items() if contender.kind == "ours"]
     for name, wire in product(ours, ("plain", "packed_int8")):
         contender = CONTENDERS[name].make(vectors, 100, wire)

@@ -24,7 +24,6 @@ from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
 from sparsecomm.cli import world as launch
 from sparsecomm.cli.bench import rows, timing
-from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.cli.outputs import pyplot, style
 from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
@@ -116,7 +115,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     in_no_part = {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"}
     in_no_part |= {"memory_of", "not_zero", "quantize_values", "with_values"}  # within others
     elsewhere = {
-        *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest"]
+        *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest", "rounded"]
     }  # in no call of bench
     elsewhere |= {"add_difference", "add_quotient", "adamw", "adamw_overflows"}
     assert set(observers.PART_OF) == methods - in_no_part - elsewhere
@@ -169,10 +168,9 @@ def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
 
 
 def test_the_shares_are_those_of_the_slowest_rank() -> None:
-    seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
-    parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in observers.PARTS}
-    parts["select"][1], parts["exchange"][1] = 1.0, 2.0
-    fractions = rows._breakdown(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
+    others = len(observers.PARTS)
+    first, last = [[seconds, *[9.0] * others] for seconds in (1.0, 2.0)], [[4.0, 1.0, 2.0, *[0.0] * (others - 2)]] * 2
+    fractions = rows._breakdown(np.array([first, last]), 4e6)
     assert fractions == dict.fromkeys(observers.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
 
 

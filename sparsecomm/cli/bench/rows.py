@@ -7,11 +7,12 @@ result plus the sum of the new residuals must equal the sum of the inputs.
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 import numpy as np
 
-from sparsecomm.cli.bench.timing import CommonStart, Ours, Timer, Timing, Vectors, inputs, uninterrupted
+from sparsecomm.cli.bench.timing import CommonStart, Ours, Vectors, inputs, quiet_barrier, uninterrupted
 from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.cli.world import World
 from sparsecomm.tracing.observers import PARTS
@@ -38,17 +39,29 @@ class Bench:
         grid, comm, vectors, P = self._grid, self._comm, self._vectors, self._comm.Get_size()
         runner = Ours(algorithm, vectors, k, wire, grid.dtype.name, grid.breakdown)
         check, wrong = self._check(runner) if grid.check else None, 0
-        timer = Timer(comm, runner, "step", grid.iterations, ready=self._start.wait)
+        times = []
         with uninterrupted():
             for call in range(-grid.warmup, grid.iterations):
-                result = timer.run(call)
+                if call == 0:
+                    before = runner.moved()
+                runner.reset()
+                quiet_barrier(comm)
+                self._start.wait()
+                began = time.perf_counter()
+                result = runner.step()
+                vectors.memory.wait()
+                seconds = time.perf_counter() - began
+                if call >= 0:
+                    times.append([seconds, *(runner.clock.seconds.values() if runner.clock is not None else ())])
                 if check is not None:
                     arrays = result.indices, result.values, vectors.out, vectors.residual
                     wrong += check.wrong(*map(vectors.memory.fetch, arrays))
                 del result
-        timing = timer.timing()
-        shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(timing.slowest, (0, 50, 99, 100)))
-        sent, received = map(int, timing.traffic.max(axis=0))
+        moved = np.subtract(runner.moved(), before)
+        all_times, all_moved = map(np.array, zip(*comm.allgather((times, moved)), strict=True))
+        slowest = all_times[:, :, 0].max(axis=0)
+        shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(slowest, (0, 50, 99, 100)))
+        sent, received = (int(nbytes / grid.iterations) for nbytes in all_moved.max(axis=0))
         size = self.n * grid.dtype.itemsize
         return {
             "size_bytes": size,
@@ -69,13 +82,15 @@ class Bench:
             "algbw_gb_per_s": size / median / 1e3,
             "busbw_gb_per_s": size / median / 1e3 * 2 * (P - 1) / P,
             "wrong": sum(comm.allgather(wrong)) if grid.check else None,  # elements, over all ranks and calls
-            "breakdown_us": _breakdown(timing, median) if grid.breakdown else None,  # parts that add up to the median
+            "breakdown_us": _breakdown(all_times, median)
+            if grid.breakdown
+            else None,  # parts that add up to the median
         }
 
     def _check(self, runner: Ours) -> Check:
         """Return the check of a row, with the oracle's result if no values are rounded."""
-        name, comm = runner.taken.algorithm.name, self._comm
-        accumulated = self._vectors.accumulated(self._accumulator)
+        name, comm, memory = runner.taken.algorithm.name, self._comm, self._vectors.memory
+        accumulated = memory.fetch(self._vectors.x).astype(self._accumulator) + memory.fetch(self._vectors.before)
         if runner.taken.wire.kind != EXACT and name != "dense":
             return Check(comm, accumulated, None)
         entries = None
@@ -91,18 +106,17 @@ class Bench:
         return Check(comm, accumulated, expected)
 
 
-def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
+def _breakdown(times: Vector, median_us: float) -> dict[str, float]:
     """Split the median time into parts, in the mean proportions of the calls with times near the median.
 
-    Of each call, the slowest rank counts.
+    ``times`` are the seconds of calls and of their parts, by rank and call. Of each call, the slowest rank counts.
     """
-    seconds, parts = timing.seconds, np.stack([timing.parts[part] for part in PARTS], axis=-1)
+    seconds = times[:, :, 0]
     calls = np.argsort(seconds.max(axis=0))
     calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: a single call is noise
-    slowest = seconds[:, calls].argmax(axis=0)
-    fractions = parts[slowest, calls].sum(axis=0) / seconds[slowest, calls].sum()
-    split = {part: median_us * float(fraction) for part, fraction in zip(PARTS, fractions, strict=True)}
-    return {**split, "other": median_us * float(1 - fractions.sum())}
+    total, *parts = times[seconds[:, calls].argmax(axis=0), calls].sum(axis=0)
+    split = {part: median_us * float(its / total) for part, its in zip(PARTS, parts, strict=True)}
+    return {**split, "other": median_us - sum(split.values())}
 
 
 class Check:
@@ -112,23 +126,21 @@ class Check:
     call is checked by itself, because rounding may depend on earlier calls.
     """
 
-    at = slice(None)  # elements at which `_lost` compares sums over all ranks; all by default
+    at = slice(None)  # elements at which `lost` compares sums over all ranks; all by default
 
     def __init__(self, comm: World, accumulated: Vector, expected: Vector | None) -> None:
         """``accumulated`` is this rank's residual + x, ``expected`` the dense result or, if unknown, ``None``."""
         self.comm, self.accumulated, self.expected, self._known = comm, accumulated, expected, expected is not None
         self._first_residual: Vector | None = None  # the residual after the first call
 
-    def wrong(self, indices: Vector | None, values: Vector | None, out: Vector, residual: Vector | None) -> int:
+    def wrong(self, indices: Vector, values: Vector, out: Vector, residual: Vector) -> int:
         """Count the wrong elements of a call on this rank: of its entries, of ``out`` and of its residual."""
         if not self._known:
             self.expected = self._first_residual = None
         wrong = self.different(indices, values, out)
-        if residual is None:
-            return wrong
         if self._first_residual is None:
             self._first_residual = residual.copy()
-            wrong += self._lost(out if indices is None or self.expected is None else self.expected, residual)
+            wrong += self.lost(out, residual)
         return wrong + int(np.count_nonzero(residual != self._first_residual))
 
     def different(self, indices: Vector | None, values: Vector | None, out: Vector) -> int:
@@ -142,11 +154,12 @@ class Check:
         expected = self.expected.astype(out.dtype)
         return int(np.count_nonzero(out != expected) + np.count_nonzero(sparse != self.expected))
 
-    def _lost(self, result: Vector, residual: Vector) -> int:
+    def lost(self, out: Vector, residual: Vector) -> int:
         """Count elements at which result + residuals differ from the sum of the inputs by more than rounding.
 
         Return the number on rank 0, and 0 on other ranks.
         """
+        result = out if self.expected is None else self.expected
         total, left = self.summed(self.accumulated), self.summed(residual)
         rounding = 4 * self.comm.Get_size() * np.finfo(result.dtype).eps * np.abs(total).max(initial=1)
         lost = int(np.count_nonzero(np.abs(left + result[self.at] - total) > rounding))

@@ -1,12 +1,11 @@
-"""The measuring core of all benchmarks: vectors, runners, and calls that all ranks begin together."""
+"""The measuring core of all benchmarks: vectors, calls on them, clocks, and a common start on all ranks."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -68,9 +67,6 @@ class CommonStart:
             time.sleep(max(0.0, moment - self._clock()))
 
 
-# -- runners ----------------------------------------------------------------------------------------------------------
-
-
 def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tuple[Array, Array]:
     """Return a rank's normally distributed gradient and residual, the same on every machine."""
     rng = np.random.default_rng([n, rank])
@@ -80,37 +76,18 @@ def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tup
 
 
 class Vectors:
-    """Gradient, residual and output of this rank, which all runners share.
+    """Flat gradient, residual and output of this rank in a device's memory."""
 
-    Attributes:
-        gradient, initial: in host memory, the gradient and the residual before each call.
-        x, before, residual, out: in the device's memory; ``before`` is a copy of ``initial``.
-    """
-
-    def __init__(self, comm: World, gradient: Array, residual: Array | None = None, device: str = "cpu") -> None:
-        """Use a flat gradient. Without ``residual``, the residual is zero before each call, and x is ``gradient``."""
-        self.comm, self.memory, self.gradient, self.initial = comm, DEVICES[device](), gradient, residual
-        self.n: int = gradient.size
-        if residual is None:
-            self.x, self.before = gradient, None
-            self.residual, self.out = np.zeros_like(gradient), np.zeros_like(gradient)
-        else:
-            self.x, self.before, self.residual, self.out = map(
-                self.memory.put, (gradient, residual, residual, np.zeros_like(gradient))
-            )
-
-    def accumulated(self, accumulator: ArrayDType) -> Array:
-        """Return residual + gradient, in host memory."""
-        gradient = self.gradient.astype(accumulator)
-        return gradient if self.initial is None else gradient + self.initial
+    def __init__(self, comm: World, gradient: Array, residual: Array, device: str = "cpu") -> None:
+        self.comm, self.memory, self.n = comm, DEVICES[device](), int(gradient.size)
+        self.x, self.before, self.residual, self.out = map(
+            self.memory.put, (gradient, residual, residual, np.zeros_like(gradient))
+        )
 
     def reset(self) -> None:
-        """Restore the initial residual."""
-        if self.before is None:
-            self.residual.fill(0)
-        else:
-            self.residual[...] = self.before
-            self.memory.wait()
+        """Restore the residual before a call."""
+        self.residual[...] = self.before
+        self.memory.wait()
 
 
 class Clock:
@@ -126,7 +103,7 @@ class Clock:
 
     @classmethod
     def of(cls, transport: Transport, wait: Callable[[], None]) -> Clock:
-        """Return the clock of the calls on a transport, which all runners share."""
+        """Return the clock of all calls on a transport."""
         queue = queue_of(transport)
         clock = next((observer for observer in queue.observers if isinstance(observer, Clock)), None)
         if clock is None:
@@ -152,35 +129,12 @@ class Clock:
         return timed
 
 
-class Runner:
-    """Something to measure. Its actions are methods without arguments that all ranks call, such as `step`."""
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self.step = step
-
-    def before(self, action: str) -> None:
-        """Prepare a call, outside its time."""
-
-    def wait(self) -> None:
-        """Wait for the work of a device."""
-
-    def traffic(self) -> Sequence[float]:
-        """Return the bytes that this rank has sent, and received, so far."""
-        return ()
-
-    def parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the last calls, if they are timed."""
-        return {}
-
-    def close(self) -> None:
-        """Release resources."""
-
-
-class Ours(Runner):
+class Ours:
     """An algorithm of sparsecomm: a step is a call of `sparse_allreduce` with a residual and a dense result.
 
     Attributes:
         taken: algorithm and wire format of the calls, which "auto" may have chosen.
+        clock: of the parts of calls, with ``breakdown``.
     """
 
     def __init__(
@@ -194,7 +148,8 @@ class Ours(Runner):
         self.taken = self.explained.candidates[0]
         self.clock = Clock.of(self.transport, vectors.memory.wait) if breakdown else None
 
-    def before(self, action: str) -> None:
+    def reset(self) -> None:
+        """Restore the residual and the clock before a step."""
         self.vectors.reset()
         if self.clock is not None:
             self.clock.reset()
@@ -203,90 +158,6 @@ class Ours(Runner):
         v = self.vectors
         return sc.sparse_allreduce(v.x, self.k, comm=self.transport, residual=v.residual, out=v.out, **self._options)
 
-    def wait(self) -> None:
-        self.vectors.memory.wait()
-
-    def traffic(self) -> Sequence[float]:
+    def moved(self) -> tuple[int, int]:
+        """Return the bytes that this rank has sent, and received, so far."""
         return self.transport.counters.bytes_sent, self.transport.counters.bytes_received
-
-    def parts(self) -> dict[str, float]:
-        return {} if self.clock is None else dict(self.clock.seconds)
-
-
-# -- times ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Times of the calls of one action, the same on all ranks."""
-
-    seconds: Array  # of a call, by rank and round; NaN in rounds without a call
-    parts: dict[str, Array]  # the same for each part of a call, if they were timed
-    traffic: Array  # bytes per call by rank, in the columns of `Runner.traffic`
-
-    @property
-    def slowest(self) -> Array:
-        """Seconds of each round on its slowest rank."""
-        slowest: Array = self.seconds.max(axis=0)
-        return slowest
-
-    @property
-    def median(self) -> float:
-        """The median of `slowest`."""
-        return float(np.nanmedian(self.slowest))
-
-
-class Timer:
-    """Times one action of a runner, round by round. All methods are collective.
-
-    Args:
-        rounds: number of rounds.
-        calls: number of consecutive calls per round; the time is their mean.
-        ready: called after the barrier and before the time starts.
-        settle: whether to wait for all ranks before counting traffic, so that all bytes have been sent.
-    """
-
-    def __init__(
-        self,
-        comm: World,
-        runner: Runner,
-        action: str,
-        rounds: int,
-        *,
-        calls: int = 1,
-        ready: Callable[[], None] = lambda: None,
-        settle: bool = False,
-    ) -> None:
-        self._comm, self._runner, self._action, self._calls = comm, runner, action, calls
-        self._ready, self._settle = ready, settle
-        self._seconds, self._parts = np.full(rounds, np.nan), dict[str, Array]()
-        self._traffic, self._counted = np.zeros(len(runner.traffic())), 0
-
-    def run(self, round_no: int) -> Any:
-        """Make the calls of a round; negative rounds only warm up. Return the result of the last call."""
-        runner, call = self._runner, getattr(self._runner, self._action)
-        runner.before(self._action)
-        quiet_barrier(self._comm)
-        self._ready()
-        traffic = np.array(runner.traffic())
-        start = time.perf_counter()
-        for _ in range(self._calls):
-            result = call()
-        runner.wait()
-        seconds = (time.perf_counter() - start) / self._calls
-        if self._settle:
-            quiet_barrier(self._comm)  # sends few bytes
-        if round_no >= 0:
-            self._seconds[round_no] = seconds
-            self._traffic += np.array(runner.traffic()) - traffic
-            self._counted += self._calls
-            for part, total in runner.parts().items():
-                self._parts.setdefault(part, np.full(len(self._seconds), np.nan))[round_no] = total / self._calls
-        return result
-
-    def timing(self) -> Timing:
-        """Return the times of all ranks."""
-        every = self._comm.allgather((self._seconds, self._parts, self._traffic / self._counted))
-        seconds, parts, traffic = zip(*every, strict=True)
-        by_part = {name: np.array([each[name] for each in parts]) for name in parts[0]}
-        return Timing(np.array(seconds), by_part, np.array(traffic))

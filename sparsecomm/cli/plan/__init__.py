@@ -34,22 +34,8 @@ from typing import Any
 import sparsecomm as sc
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, log_axis, pyplot, save, style, table_head, table_line
+from sparsecomm.cli.plan import methods
 from sparsecomm.cli.plan import network as measurement
-from sparsecomm.cli.plan.methods import (
-    ADAMW,
-    CUDA,
-    DELAYED,
-    DENSE,
-    DENSE_LOCAL,
-    LOCAL,
-    OPTIMIZERS,
-    SGD,
-    Way,
-    advice,
-    best,
-    described,
-    ways,
-)
 from sparsecomm.cli.world import World, agreed, transport_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs
@@ -94,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sync-every", type=options.listed(options.count), default="1,8,32,128", metavar="LIST", help=every
     )
     choice = "your optimizer: SparseAdamW replaces AdamW, register() suits SGD (%(default)s)"
-    training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help=choice)
+    training.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="adamw", help=choice)
     cores = "share of a CPU core that a rank has for the work of exchanges, up to 1 (%(default)s)"
     training.add_argument("--cores-per-rank", type=_CORES, default=1.0, metavar="C", help=cores)
     device = "what does the work of exchanges: a CPU core, or a GPU like one NVIDIA H200 (%(default)s)"
@@ -175,7 +161,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     """Print the table and the advice, and write the files."""
     costs, assumed = options.costs(arguments.profile), {}
     if arguments.device == "cuda" and arguments.profile is None:
-        costs, assumed["assumed work"] = CUDA, _GPU
+        costs, assumed["assumed work"] = methods.CUDA, _GPU
     if arguments.rtt is None:
         arguments.rtt = _LAN_TRIP if arguments.rate >= _LAN else _WAN_TRIP
         where = "in a local network" if arguments.rate >= _LAN else "over the internet"
@@ -189,12 +175,12 @@ def _plan(arguments: argparse.Namespace) -> None:
         congestion=arguments.congestion or "cubic",
     )
     every = sorted(arguments.sync_every)
-    table = list(ways(training, network, every, costs, arguments.optimizer))
-    chosen, min_seconds = best(table), min(way.seconds for way in table)
-    print(table_head({"sparsecomm": sc.__version__, **described(training, network), **assumed}, _COLUMNS))
+    table = list(methods.ways(training, network, every, costs, arguments.optimizer))
+    chosen, min_seconds = methods.best(table), min(way.seconds for way in table)
+    print(table_head({"sparsecomm": sc.__version__, **methods.described(training, network), **assumed}, _COLUMNS))
     for way in table:
         print(table_line((way, min_seconds), _COLUMNS))
-    lines = advice(chosen, table, training, network)
+    lines = methods.advice(chosen, table, training, network)
     print("", *lines, sep="\n", flush=True)
     if arguments.json is not None:
         header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
@@ -230,33 +216,36 @@ _COLUMNS = [
 # -- the plot ---------------------------------------------------------------------------------------------------------
 
 _STYLES: dict[str, dict[str, Any]] = {  # the same colour for the same exchange
-    DENSE: style("dense"),
-    DENSE_LOCAL: style("dense") | {"marker": "s", "linestyle": "--"},
-    ADAMW: style("SparseAdamW"),
-    SGD: style("double") | {"marker": "P", "linestyle": "--"},
-    LOCAL: style("local steps"),
-    DELAYED: style("local steps") | {"marker": "D", "linestyle": "--"},
+    methods.DENSE: style("dense"),
+    methods.DENSE_LOCAL: style("dense") | {"marker": "s", "linestyle": "--"},
+    methods.ADAMW: style("SparseAdamW"),
+    methods.SGD: style("double") | {"marker": "P", "linestyle": "--"},
+    methods.LOCAL: style("local steps"),
+    methods.DELAYED: style("local steps") | {"marker": "D", "linestyle": "--"},
 }
 _FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
 
 
-def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: Way, optimizer: str) -> Any:
+def draw(
+    training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: methods.Way, optimizer: str
+) -> Any:
     """Return the figure of utilisation: on the left against the rate, on the right against H."""
     H = chosen.H if chosen.H > 1 else max(every)
     networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
-    by_rate = [(each.rate, way) for each in networks for way in ways(training, each, [H], costs, optimizer)]
-    by_length = [(way.H, way) for way in ways(training, network, every, costs, optimizer)]
+    by_rate = [(each.rate, way) for each in networks for way in methods.ways(training, each, [H], costs, optimizer)]
+    by_length = [(way.H, way) for way in methods.ways(training, network, every, costs, optimizer)]
     figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for method, look in _STYLES.items():
         first = next((way for _, way in by_rate if way.method == method), None)  # its first setting
         if first is None:  # it does not suit the optimizer, or is never used
             continue
+        setting = first.method, first.arguments
         at_rate, at_length = (
-            [(x, 100 * w.predicted.utilisation) for x, w in points if _line_of(w) == _line_of(first)]
+            [(x, 100 * w.predicted.utilisation) for x, w in points if (w.method, w.arguments) == setting]
             for points in (by_rate, by_length)
         )
         rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
-        if method in (DENSE, ADAMW, SGD):
+        if method in (methods.DENSE, methods.ADAMW, methods.SGD):
             lengths.axhline(at_length[0][1], color=look["color"], linestyle=look.get("linestyle", "-"))
         elif at_length:
             lengths.plot(*zip(*at_length, strict=True), **look)
@@ -275,15 +264,11 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
         axes.set_ylim(-2, 102)
         axes.grid(True, alpha=0.35)
     figure.legend(*rates.get_legend_handles_labels(), frameon=False, loc="outside right upper")
-    figure.suptitle("\n".join(described(training, network).values()), fontsize="medium")
+    figure.suptitle("\n".join(methods.described(training, network).values()), fontsize="medium")
     return figure
 
 
-def _line_of(way: Way) -> tuple[str, str]:
-    return way.method, way.arguments
-
-
-def _label(way: Way, H: int) -> str:
-    if way.method in (ADAMW, SGD):
+def _label(way: methods.Way, H: int) -> str:
+    if way.method in (methods.ADAMW, methods.SGD):
         return f"{way.method}, density {number_text(way.exchange.density)}"
-    return way.method if way.method == DENSE else f"{way.method}, H = {H}"
+    return way.method if way.method == methods.DENSE else f"{way.method}, H = {H}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from textwrap import wrap
 from typing import Any
 
@@ -27,6 +28,7 @@ OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}  # for each optimizer, the method that
 # Work on a GPU: the kernels on one NVIDIA H200, at a density of 0.01 (bench/results/gpu.txt).
 CUDA = replace(DEFAULT, select=4e-12, merge=0.06e-9, codec=0.85e-9, add=3e-12, call=100e-6)
 _SIMPLER = 1.05
+_seconds = attrgetter("seconds")
 _GOOD = 0.9  # utilisation
 _CHUNKS = 64 / 4096  # the density of `LocalSteps`
 _WIRE = "packed_int2"
@@ -131,10 +133,6 @@ def best(table: Sequence[Way]) -> Way:
     limit = _SIMPLER * min(map(_seconds, table))
     simplest = next(m for m in METHODS if any(way.method == m and way.seconds <= limit for way in table))
     return min((way for way in table if way.method == simplest), key=_seconds)
-
-
-def _seconds(way: Way) -> float:
-    return way.seconds
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ import re
 import selectors
 import socket
 import struct
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,21 +223,19 @@ def _measured_streams(
     if any(addresses[member] is None for member in members):
         return {"problem": "no TCP connections between the ranks are seen"}
     groups: list[list[Report]] = []
+    rates: list[float] = []  # the lowest of each group
     for count, paced in ((1, False), (STREAMS, False), (STREAMS, True)):
-        pace = _PACED * _min_rate(groups[1]) / count if paced else 0.0
+        pace = _PACED * rates[1] / count if paced else 0.0
         groups.append([])
         for pairs in _one_way(members):
             groups[-1] += comm.allgather(_streams(comm, pairs, addresses, count, seconds, pace))
         if problem := next((report.problem for report in groups[-1] if report.problem), ""):
             return {"problem": problem}
+        rates.append(min(report.rate for report in groups[-1] if report.rate is not None))
     retransmitted, sent = (sum(getattr(each, name) for each in groups[2]) for name in ("retransmitted", "sent"))
     control = next(report.control for report in groups[0] if report.control)
     loss = retransmitted / sent if sent else None
-    return {"one_stream": _min_rate(groups[0]), "streams": _min_rate(groups[1]), "loss": loss, "control": control}
-
-
-def _min_rate(reports: Sequence[Report]) -> float:
-    return min(report.rate for report in reports if report.rate is not None)
+    return {"one_stream": rates[0], "streams": rates[1], "loss": loss, "control": control}
 
 
 def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
@@ -301,31 +298,23 @@ def _listening(address: str, count: int) -> socket.socket:
 def _receive_until(connections: Sequence[socket.socket], begin: float, end: float) -> float:
     """Receive until ``end``; return the bits per second since ``begin``, when slow start has ended."""
     buffer, nbytes, first, last = bytearray(1 << 18), 0, begin, begin
-    with selectors.DefaultSelector() as selector:
-        for connection in connections:
-            connection.setblocking(False)
-            selector.register(connection, selectors.EVENT_READ, connection)
-        while (now := time.monotonic()) < end:
-            for key, _ in selector.select(end - now):
-                try:
-                    size, now = key.data.recv_into(buffer), time.monotonic()
-                except OSError:  # the sender has left
-                    selector.unregister(key.fileobj)
-                    continue
-                if now < begin:
-                    first = now
-                else:
-                    nbytes, last = nbytes + size, now
+
+    def receive(connection: socket.socket) -> None:
+        nonlocal nbytes, first, last
+        size, now = connection.recv_into(buffer), time.monotonic()
+        if now < begin:
+            first = now
+        else:
+            nbytes, last = nbytes + size, now
+
+    _repeat_until(end, connections, selectors.EVENT_READ, receive)
     return 8 * nbytes / max(last - first, 1e-6)
 
 
 def _send_until(connections: Sequence[socket.socket], end: float) -> Report:
     """Send until ``end``; return the number of segments."""
-    senders = [threading.Thread(target=_send, args=(connection, end), daemon=True) for connection in connections]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join()
+    data = bytes(1 << 18)
+    _repeat_until(end, connections, selectors.EVENT_WRITE, lambda connection: connection.send(data))
     counts = [_segments(connection) for connection in connections]
     control = connections[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     for connection in connections:
@@ -333,12 +322,20 @@ def _send_until(connections: Sequence[socket.socket], end: float) -> Report:
     return Report(None, sum(again for again, _ in counts), sum(sent for _, sent in counts), control)
 
 
-def _send(connection: socket.socket, end: float) -> None:
-    data = bytes(1 << 18)
-    with suppress(OSError):  # the buffer is full at the end
+def _repeat_until(
+    end: float, connections: Sequence[socket.socket], event: int, action: Callable[[socket.socket], object]
+) -> None:
+    """Call ``action`` for each connection whenever it is ready for an event, until ``end``."""
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            connection.setblocking(False)
+            selector.register(connection, event, connection)
         while (left := end - time.monotonic()) > 0:
-            connection.settimeout(left)
-            connection.send(data)
+            for key, _ in selector.select(left):
+                with suppress(OSError):
+                    action(key.data)
+                    continue
+                selector.unregister(key.fileobj)  # the peer has left
 
 
 def _segments(connection: socket.socket) -> tuple[int, int]:
