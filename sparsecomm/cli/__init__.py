@@ -19,9 +19,6 @@ from sparsecomm.cli import bench, info, plan, selftest, trace, tune
 from sparsecomm.cli.world import Refused
 from sparsecomm.transport import job
 
-__all__ = ["COMMANDS", "main"]
-
-
 # Each module has a docstring, the long help; `HELP`, one line for the list of commands; `add_arguments(parser)`; and
 # `run(arguments)`, which returns the exit status, the same on all ranks. `arguments.line` is the command line.
 COMMANDS: dict[str, Any] = {

@@ -207,14 +207,10 @@ class LazyAdamW:
         reducer: Reducer,
         check_every: int | None,
         zeros: Callable[[str], Moments] | None = None,
-        buffers: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked.
-
-        ``buffers``: as in `Reducer.check_weights`.
-        """
+        """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
         self.specs = specs_of(weights)
-        self._reducer, self._check_every, self._buffers = reducer, check_every, buffers
+        self._reducer, self._check_every = reducer, check_every
         backends = Backends()
         self._backends = {spec.device: backends.of(spec.device) for spec in self.specs.values()}
         self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
@@ -311,7 +307,7 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             self.convert_residuals(rules)
-            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()}, self._buffers)
+            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
             reducer.label = self._label(rules)
 
     def _label(self, rules: Mapping[str, AdamWRule]) -> Label:

@@ -94,6 +94,7 @@ class Reducer:
         on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
 
     Attributes:
+        buffers: returns buffers of the model by name, which the first step compares.
         counters: totals since the beginning.
         label: a `Label`: names and values that must be equal on all ranks when the next step begins, such as
             ``Label.of(("lr", 0.1))``. If they differ, the error of the step names the first one.
@@ -137,6 +138,7 @@ class Reducer:
         self._logged = Counters()  # at the last call of `on_step`
         self.weights_checked: int | None = None
         self.label = Label.of()
+        self.buffers: Callable[[], Mapping[str, object]] = dict
         self.place(tensors)
 
     def place(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
@@ -153,17 +155,12 @@ class Reducer:
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
-    def check_weights(
-        self,
-        every: int | None,
-        tensors: Callable[[], Mapping[str, object]],
-        buffers: Callable[[], Mapping[str, object]] = dict,
-    ) -> None:
+    def check_weights(self, every: int | None, tensors: Callable[[], Mapping[str, object]]) -> None:
         """Compare weights as `sparsecomm.check_weights` does, if that is due before this step. Collective if due.
 
         It is due in the first step, in the first step after `load_state_dict` or `rebuild`, and in all steps whose
         number is a multiple of ``every``. With 0 only these first steps count; with ``None`` it is never due. In first
-        steps, `wait` also compares gradients and ``buffers`` of the model, and warns: see `FirstStep`.
+        steps, `wait` also compares gradients and `buffers`, and warns: see `FirstStep`.
         """
         with self._lock:
             first = self.weights_checked is None
@@ -176,7 +173,8 @@ class Reducer:
                 self._open.opening.clear()  # so that the next call compares again
                 raise
             if first:
-                self._open.buffers = {name: checksum(interop.content(b, name)[1]) for name, b in buffers().items()}
+                buffers = self.buffers().items()
+                self._open.buffers = {name: checksum(interop.content(b, name)[1]) for name, b in buffers}
 
     def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
         """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.

@@ -235,7 +235,7 @@ class AdamWExchange(AutogradExchange):
     @property
     def adamw(self) -> LazyAdamW:
         if self._adamw is None:
-            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state, self.buffers)
+            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state)
         return self._adamw
 
     def _contiguous(self) -> dict[str, torch.Tensor]:

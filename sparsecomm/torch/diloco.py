@@ -135,10 +135,9 @@ class DiLoCo(Adapter):
             return
         if not self._compared:
             self._parameters.connect()
-            trained = self._parameters
-            self._core.reducers[0].check_weights(
-                0, lambda: trained.with_frozen(self.global_parameters()), trained.buffers
-            )
+            first = self._core.reducers[0]
+            first.buffers = self._parameters.buffers
+            first.check_weights(0, lambda: self._parameters.with_frozen(self.global_parameters()))
             self._compared = True
         self._with_locals(self._core.step)
 

@@ -115,6 +115,7 @@ class GradientExchange(TrainedParameters):
                 )
             tensors = {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
             self._reducer.place(tensors, self.connect())
+            self._reducer.buffers = self.buffers
             self.connected = True
         return self._reducer
 
@@ -156,7 +157,7 @@ class GradientExchange(TrainedParameters):
             self.check_unchanged()  # before this rank waits for others
         reducer = self.reducer
         if not reducer.pending:
-            reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named), self.buffers)
+            reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
             reducer.label = Label.of(("optimizer steps", self.num_steps))
             if self._scaler is not None:
                 scale = float(self._scaler.get_scale())

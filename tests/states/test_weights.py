@@ -132,7 +132,8 @@ def test_a_first_step_warns_of_equal_gradients_and_different_buffers(P: int, sam
             statistics = {}
         for step in range(2):
             if step == 0:
-                reducer.check_weights(0, lambda: {"w": np.ones(2)}, lambda: statistics)
+                reducer.buffers = lambda statistics=statistics: statistics
+                reducer.check_weights(0, lambda: {"w": np.ones(2)})
             a, b = (np.full(shape, step + 2 + (same == "nothing") * rank, np.float32) for shape in (40, ()))
             if same == "all but one":
                 a[17] += rank

@@ -41,8 +41,6 @@ from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.wire import EXACT, WIRES
 
-__all__ = ["HELP", "add_arguments", "available_bytes", "check_memory", "draw", "parse", "run"]
-
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
 SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
 

@@ -43,8 +43,6 @@ from sparsecomm.quantities import number_text, percent_text, rate_text, time_tex
 from sparsecomm.transport import Transport
 from sparsecomm.tuning.utilisation import GLOO, Network, Training
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "compare ways to train over a network, such as SparseAdamW and local steps, and recommend one"
 _CORES = options.number(
     0.01, 1, "at most 1, because costs are those of one core. For several, run `sparsecomm tune` and pass --profile"
