@@ -145,8 +145,6 @@ def _contents() -> Iterator[Callable[[Any], tuple[str, np.ndarray, np.ndarray, i
     def contents_of(message: Any) -> tuple[str, np.ndarray, np.ndarray, int]:
         kind, what, _ = made[id(message)]
         nothing = np.zeros(0, np.int32)
-        if kind == "words":
-            return kind, nothing, nothing, len(what)
         if kind == "dense":
             return kind, nothing, what, len(what)
         vectors = [what] if kind == "entries" else what
@@ -155,7 +153,7 @@ def _contents() -> Iterator[Callable[[Any], tuple[str, np.ndarray, np.ndarray, i
         indices = np.concatenate([v.indices for v in vectors])
         return "entries", indices, np.concatenate([v.values for v in vectors]), len(indices)
 
-    kinds = ("entries", "parcel", "dense", "words")
+    kinds = ("entries", "parcel", "dense")
     patches = [mock.patch.object(Messages, kind, noting(kind, getattr(Messages, kind))) for kind in kinds]
     for patch in patches:
         patch.start()

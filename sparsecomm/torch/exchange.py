@@ -85,7 +85,12 @@ class GradientExchange(TrainedParameters):
         check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        """Check the arguments, which `SparseState` documents. Nothing is sent."""
+        """Check the arguments. Nothing is sent.
+
+        Args:
+            named, density, comm, scaler, check_weights_every: as in `SparseState`.
+            options: those of `sparsecomm.Reducer`.
+        """
         if own := options.keys() & {"tensors", "skip_nonfinite"}:
             raise InvalidInputError(f"{min(own)} is not an option here; expected other options of sparsecomm.Reducer")
         self._check_every = check_every(check_weights_every)

@@ -81,7 +81,7 @@ class Damage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         rng, case, numbers = self.case.rng, self.case, [self.case.n - 1, self.case.n, self.case.k]
-        entries, parcel, words, isend = Messages.entries, Messages.parcel, Messages.words, SimulatedTransport.isend
+        entries, parcel, isend = Messages.entries, Messages.parcel, SimulatedTransport.isend
 
         def remember(message: np.ndarray, other: Callable[[], np.ndarray]) -> np.ndarray:
             self._others[id(message)] = message, other
@@ -105,15 +105,11 @@ class Damage:
 
             return remember(parcel(messages, vectors, its, wire, round_no), other)
 
-        def new_words(messages: Messages, its: list[int], round_no: int) -> Any:
-            message = words(messages, its, round_no)
-            return remember(message, lambda: words(messages, other_words(its, rng, numbers), round_no))
-
         def new_isend(transport: SimulatedTransport, data: Any, to: int, *rest: Any, **named: Any) -> Any:
             return isend(transport, self._replaced(transport.rank, data), to, *rest, **named)
 
         with pytest.MonkeyPatch.context() as patch:
-            for name, method in (("entries", new_entries), ("parcel", new_parcel), ("words", new_words)):
+            for name, method in (("entries", new_entries), ("parcel", new_parcel)):
                 patch.setattr(Messages, name, method)
             patch.setattr(SimulatedTransport, "isend", new_isend)
             yield
