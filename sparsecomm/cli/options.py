@@ -24,7 +24,6 @@ WIRE_NAMES = ("auto", *WIRES)
 _PLOTS = ("png", "pdf", "svg")
 _T = TypeVar("_T")
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
 
 _ONE = {"": 1.0}
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -78,9 +77,6 @@ density = number(_ABOVE_0, 1, "a number above 0 and up to 1")
 loss = number(0, 0.5, "a packet loss of at most 50%, such as 0.1% or 0.001", {"": 1.0, "%": 0.01})
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 def listed(one: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
     """Return a type for comma-separated lists without duplicates; ``one`` is the type of the elements."""
     return lambda text: tuple(dict.fromkeys(one(part.strip()) for part in text.split(",")))
@@ -108,9 +104,6 @@ def _wire(text: str) -> str:
     if text not in WIRE_NAMES:
         raise argparse.ArgumentTypeError(f"{text}: expected one of {', '.join(WIRE_NAMES)}")
     return text
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def add_files(parser: argparse.ArgumentParser, content: str) -> None:

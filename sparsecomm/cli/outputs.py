@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from sparsecomm.errors import InvalidInputError, pip_install
 
-# -- text -------------------------------------------------------------------------------------------------------------
-
 
 class Column(NamedTuple):
     """A column of a table: a heading of two lines, the width, and a function from a row to its cell."""
@@ -48,8 +46,6 @@ def json_text(data: dict[str, Any]) -> str:
 
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {lines(value)}" for key, value in data.items()) + "\n}\n"
 
-
-# -- plots ------------------------------------------------------------------------------------------------------------
 
 # Colour and marker of each method in all plots of the library and of ``bench``.
 _STYLES = {

@@ -22,8 +22,6 @@ except ImportError as error:
 from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach, ddp_of, ddps_in
 from sparsecomm.reducer.options import DENSITY, Schedule
 
-__all__ = ["register"]
-
 
 def register(
     accelerator: Accelerator, model: object, optimizer: object, density: Schedule = DENSITY, **options: Any

@@ -28,8 +28,6 @@ except ImportError as error:
 from sparsecomm.integrations.attach import KEY, Attached, attach
 from sparsecomm.reducer.options import DENSITY, Schedule
 
-__all__ = ["SparseDDPStrategy"]
-
 _log = logging.getLogger("sparsecomm")
 
 

@@ -20,8 +20,6 @@ from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.torch import SparseOptimizer
 
-__all__ = ["SparseCallback", "register"]
-
 
 def register(trainer: Trainer, density: Schedule = DENSITY, **options: Any) -> SparseCallback:
     """Exchange gradients sparsely, and save and load residuals with the Trainer's checkpoints.

@@ -364,9 +364,8 @@ class AdamWExchange(AutogradExchange):
             return dict(entry)
         before = self._adopted.get(name)
         with reading(f"optimizer.state of {name}", "the state of torch.optim.AdamW for this parameter"):
-            found: dict[str, Any] = {
-                field: _host(entry.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)
-            }
+            hosts = [_host(entry.get(key)) for key in FIELDS]
+            found: dict[str, Any] = dict(zip(Moments._fields, hosts, strict=True))
             step = float(entry["step"])
             last, known = found["last"], before is not None and before.tensors[-1] is entry.get("last_step")
             if last is not None and known and step.is_integer():  # the program may have changed the step alone

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-Returned = TypeVar("Returned")
 
 
 @deferred
@@ -114,7 +112,7 @@ class DiLoCo(Adapter):
         to_local = local if self._parameters.sharded else torch.Tensor.detach
         return {name: to_local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
 
-    def _with_locals(self, call: Callable[[dict[str, torch.Tensor]], Returned]) -> Returned:
+    def _with_locals(self, call: Callable[[dict[str, torch.Tensor]], Any]) -> Any:
         """Call a function with the views, or with copies that it may write if the program has changed memory orders."""
         views = self._views()
         contiguous = {name: view.contiguous() for name, view in views.items()}
@@ -219,7 +217,7 @@ class DiLoCo(Adapter):
         self._parameters.check_comm(comm)
         self._parameters.comm = comm
         self._parameters.connect()
-        rebuilt = self._with_locals(lambda parameters: self._core.rebuild(comm, parameters, joining=joining))
+        rebuilt: Rebuilt = self._with_locals(lambda parameters: self._core.rebuild(comm, parameters, joining=joining))
         self._compared = True
         return rebuilt
 

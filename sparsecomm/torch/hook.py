@@ -108,9 +108,6 @@ def _check_free(ddp: DistributedDataParallel) -> None:
         )
 
 
-# -- FSDP2 ------------------------------------------------------------------------------------------------------------
-
-
 @with_options(ExchangeOptions, GradientExchange.__init__)
 def register_fsdp(
     model: torch.nn.Module, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"

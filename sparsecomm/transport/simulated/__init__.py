@@ -27,8 +27,6 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport.base import Bytes, TrafficCounters
 from sparsecomm.transport.simulated.rank import MessageCost, Network, Scheduler, SimulatedTransport, World
 
-__all__ = ["Result", "SimulatedTransport", "run"]
-
 T = TypeVar("T")
 
 
