@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.torch.exchange import is_only_making_state
 from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
-from sparsecomm.torch.parameters import TrainedParameters, local, parameters_of
+from sparsecomm.torch.parameters import TrainedParameters, buffers_of, local, parameters_of
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class DiLoCo(Adapter):
         if not self._compared:
             self._parameters.connect()
             first = self._core.reducers[0]
-            first.buffers = self._parameters.buffers
+            first.buffers = partial(buffers_of, self._parameters.model)
             first.check_weights(0, lambda: self._parameters.with_frozen(self.global_parameters()))
             self._compared = True
         self._with_locals(self._core.step)

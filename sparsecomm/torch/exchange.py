@@ -28,7 +28,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local, overlaps
+from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, buffers_of, gradient_of, local, overlaps
 from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class GradientExchange(TrainedParameters):
                 )
             tensors = {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
             self._reducer.place(tensors, self.connect())
-            self._reducer.buffers = self.buffers
+            self._reducer.buffers = partial(buffers_of, self.model)
             self.connected = True
         return self._reducer
 
@@ -361,6 +361,7 @@ class SparseState(GradientExchange):
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
         """Set the parameters of an unpickled state. Collective if the state has made a step."""
         super().__init__(named_parameters, comm=comm, scaler=scaler, **self._settings)
+        self.model = lambda: None  # its buffers need no comparison, because DDP broadcasts them
         if self._saved is not None:
             super().load_state_dict(self._saved)
         self._saved = None
@@ -383,10 +384,6 @@ class SparseState(GradientExchange):
     def on_state_loaded(self) -> None:
         super().on_state_loaded()
         self._reset_pass()
-
-    def buffers(self) -> dict[str, object]:
-        """Return nothing: DDP broadcasts the buffers of rank 0 before each forward pass."""
-        return {}
 
     def __repr__(self) -> str:
         return f"SparseState({super().__repr__() if self.named else 'unpickled, without parameters'})"

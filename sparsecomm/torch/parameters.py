@@ -80,12 +80,6 @@ class TrainedParameters:
         frozen = {name: p for name, p in self._frozen.items() if not is_sharded(p) and not _unreadable(p)}
         return {**tensors, **frozen}
 
-    def buffers(self) -> dict[str, object]:
-        """Return the model's floating-point buffers by name, such as running means."""
-        model = self.model()
-        buffers = () if model is None else model.named_buffers()
-        return {name: b for name, b in buffers if not _unreadable(b) and b.is_floating_point() and b.numel()}
-
     def watch(self, *owners: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Let `check_unchanged` also check the parameters of a model, or of an optimizer's groups."""
         self._owners = list(map(weakref.ref, owners))
@@ -123,6 +117,13 @@ def model_of(named: object) -> Callable[[], torch.nn.Module | None]:
     """Return a weak reference to the model if ``named`` is its ``named_parameters()``, a generator; else to nothing."""
     module = getattr(getattr(named, "gi_frame", None), "f_locals", {}).get("self")
     return weakref.ref(module) if isinstance(module, torch.nn.Module) else lambda: None
+
+
+def buffers_of(model: Callable[[], torch.nn.Module | None]) -> dict[str, object]:
+    """Return the floating-point buffers of the referenced model by name, such as running means."""
+    module = model()
+    buffers = () if module is None else module.named_buffers()
+    return {name: b for name, b in buffers if not _unreadable(b) and b.is_floating_point() and b.numel()}
 
 
 def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

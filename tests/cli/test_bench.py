@@ -115,7 +115,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     in_no_part = {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"}
     in_no_part |= {"memory_of", "not_zero", "quantize_values", "with_values"}  # within others
     elsewhere = {
-        *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest", "rounded"]
+        *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest"]
     }  # in no call of bench
     elsewhere |= {"add_difference", "add_quotient", "adamw", "adamw_overflows"}
     assert set(observers.PART_OF) == methods - in_no_part - elsewhere
