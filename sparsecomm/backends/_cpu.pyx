@@ -220,12 +220,13 @@ cdef Kind checked_kind(kind, cbool float64_values) except *:
 
 # Set NumPy's errstate so that it ignores errors, and reset it. NumPy 2 keeps it in a context variable.
 cdef object IGNORE = None, set_errstate, reset_errstate
-if hasattr(np, "geterrobj"):
-    set_errstate, reset_errstate = lambda _: np.seterr(all="ignore"), lambda former: np.seterr(**former)
-else:
-    with np.errstate(all="ignore"):
-        ((variable, IGNORE),) = (item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj")
+with np.errstate(all="ignore"):
+    found = [item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj"]
+if found:
+    variable, IGNORE = found[0]
     set_errstate, reset_errstate = variable.set, variable.reset
+else:  # NumPy 1
+    set_errstate, reset_errstate = lambda _: np.seterr(all="ignore"), lambda former: np.seterr(**former)
 
 
 def float_mode_only(function):
