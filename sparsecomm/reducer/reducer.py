@@ -173,8 +173,7 @@ class Reducer:
                 self._open.opening.clear()  # so that the next call compares again
                 raise
             if first:
-                buffers = self.buffers().items()
-                self._open.buffers = {name: checksum(interop.content(b, name)[1]) for name, b in buffers}
+                self._open.buffers = {n: checksum(interop.content(b, n)[1]) for n, b in self.buffers().items()}
 
     def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
         """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.

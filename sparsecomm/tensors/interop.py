@@ -288,7 +288,8 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     if isinstance(obj, np.ndarray) or _is_jax(obj):
         array = np.ascontiguousarray(obj)
         return f"{array.dtype} {np.shape(obj)}", array.reshape(-1).view(np.uint8)
-    t = _export(obj, name, None)
+    eighth = str(getattr(obj, "dtype", "")).startswith("torch.float8")  # PyTorch 2.6 does not export these types
+    t = _export(obj.view(sys.modules["torch"].uint8) if eighth else obj, name, None)
     if _DEVICES.get(t.device_type) != "cpu" or not t.contiguous:
         seen = "got a tensor that is on a device or not contiguous"
         _refuse(name, f"{seen}; expected contiguous host memory; copy it there first")
