@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 -m bench.experiments.short_runs > bench/results/short-runs.txt    # minutes on 2 cores
 
 Trains the model of docs/guides/compare-with-dense.md with the same weights and data, once with dense gradients and once
-with each sparse setting. The table shows by how many nats the mean loss of the last 20 steps is above that of the dense
-run, as the mean over the seeds and the range.
+with each sparse setting. A run's loss is the mean over its last 20 steps. The table shows the loss of the sparse run
+minus the loss of the dense run, in nats: the mean over the seeds, and the range.
 """
 
 from __future__ import annotations

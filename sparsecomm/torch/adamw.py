@@ -228,7 +228,7 @@ class AdamWExchange(AutogradExchange):
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
-        self._adopted: dict[str, Seen] = {}  # the states of which the moments are views, by name
+        self._adopted: dict[str, Seen] = {}  # by name, the state that each tensor's moments share memory with
         self._by_group: list[tuple[AdamWRule, list[int]]] = []  # rules and parameters' ids; `_rules` was made from them
         self._rules: dict[str, AdamWRule] = {}
 
@@ -457,7 +457,7 @@ class Seen(NamedTuple):
 def _has_moments(entry: Mapping[str, Any]) -> bool:
     """Return whether a parameter's state has moments. A state of zeros, before the first gradient, does not count."""
     squares = entry.get("exp_avg_sq")
-    return squares is None or bool(entry.get("step", 1)) or bool(local(squares).any())
+    return not isinstance(squares, torch.Tensor) or bool(entry.get("step", 1)) or bool(local(squares).any())
 
 
 def _dtypes(parameter: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

@@ -147,7 +147,7 @@ def life_of(seed: int, number: int) -> Life:
 
 
 def _events(life: Life, choose: random.Random) -> list[Event]:
-    """Return a random event, or two of which the second undoes the first."""
+    """Return one random event, or an event and a later one that undoes it."""
     step, rank, front = choose.randrange(life.steps), choose.randrange(life.P), life.front
     later = min(step + choose.randint(1, 3), life.steps)
     name = choose.choice(("matrix", "bias", "kernel", "number"))

@@ -173,6 +173,35 @@ def test_residuals_keep_their_value_if_their_units_change(change: str) -> None:
     run(2, program)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("exp_avg_sq", 0.0, "'float' object"),
+        ("exp_avg_sq", torch.ones(3), "squares of matrix"),
+        ("exp_avg_sq", torch.full((30, 11), -1.0), "squares of matrix"),
+        ("exp_avg_sq", None, "squares of matrix is missing"),
+        ("exp_avg", torch.full((30, 11), torch.nan), "mean of matrix"),
+        ("step", torch.tensor(-1.0), "step of matrix is -1"),
+        ("step", torch.tensor(0.5), "step of matrix is 0.5"),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_that_cannot_be_used_is_refused(key: str, value: Any, why: str, steps: int) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine, state = OfTorch(transport, **RULE), {"step": torch.tensor(0.0)}
+        for step in range(steps):
+            mine.step(gradients(step, 0))
+        p = mine.named["matrix"]
+        state |= {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
+        mine.it.state[p] = {**state, **mine.it.state.get(p, {}), key: value}
+        before = bits(mine)
+        with pytest.raises(sc.InvalidInputError, match=why):
+            mine.step(gradients(steps, 0))
+        assert bits(mine) == before
+
+    run(1, program)
+
+
 def test_settings_that_a_program_changes_between_steps() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         moved, changed = (OfTorch(transport, weight_decay={"matrix": 0.5}, lr=0.01, density=0.2) for _ in range(2))
