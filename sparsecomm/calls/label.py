@@ -99,7 +99,7 @@ def _unpack(packed: bytes) -> tuple[list[tuple[str, str]], bool]:
 
 
 def _aligned(pairs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return pairs with an option that all tensors share by tensor, if ``others`` have it by tensor: see `by_name`."""
+    """Expand an option that all tensors share to a pair per tensor if ``others`` have these: see `by_name`."""
     by_option: dict[str, list[str]] = {}
     for name, _ in others:
         by_option.setdefault(name.partition(" of ")[0], []).append(name)

@@ -1,4 +1,4 @@
-"""`check_weights`: check that all ranks hold the same tensors. `FirstStep`: what the first step shows besides."""
+"""`check_weights`: check that all ranks hold the same tensors. `FirstStep`: warnings in the first step."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class FirstStep(WordsGather):
                 f"the gradients of the first step are the same on all {len(gradients)} ranks, bit for bit, before "
                 "sparsecomm exchanges them. If another library averages them (DistributedDataParallel, Horovod, "
                 "FSDP), every step sends dense gradients: train the plain model. If all ranks train on the same "
-                "samples, give each its own: use a DistributedSampler, or a seed by rank",
+                "samples, give each rank different ones: use a DistributedSampler, or a seed by rank",
                 stacklevel=2,
             )
         if 0 not in buffers and len(set(buffers)) > 1:

@@ -301,7 +301,7 @@ class AdamWExchange(AutogradExchange):
         return None if gradient is None else self._local_gradient(name, gradient).contiguous()
 
     def _leave_to_step(self) -> None:
-        """Leave the exchange to `step`, which makes the same one: gradients stay those of this rank."""
+        """Do not exchange here: `step` makes the same exchange."""
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         last = self.reducer.last if self.connected else None
@@ -346,8 +346,8 @@ class AdamWExchange(AutogradExchange):
                 continue
             if not changeable:
                 raise InvalidInputError(
-                    f"optimizer.state: that of {name} was changed between the exchange of gradients and step(), which "
-                    "applies it; change it after step(), on all ranks"
+                    f"optimizer.state: the state of {name} changed after gradients were exchanged and before step(); "
+                    "change it only after step(), on all ranks"
                 )
             moments, step = None, 0
             if entry and _has_moments(entry):

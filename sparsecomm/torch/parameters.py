@@ -49,7 +49,7 @@ class TrainedParameters:
         self.model = model_of(named)
         self.named, self._frozen = _trained_and_frozen(named)
         self._owners: list[weakref.ref[Any]] = []  # the model or optimizer that `check_unchanged` looks at
-        self._watched: dict[int, torch.Tensor] = {}  # the parameters that it had, by id
+        self._watched: dict[int, torch.Tensor] = {}  # the parameters of the owners at the beginning, by id
         self.sharded = any(map(is_sharded, self.named.values()))
         self.check_comm(comm)
         self.comm = comm
@@ -107,9 +107,9 @@ class TrainedParameters:
         changes += [f"{name} was removed" for name, p in self.named.items() if id(p) in removed]
         if changes:
             raise InvalidInputError(
-                f"{changes[0]}, but an exchange keeps the parameters with which it began. On all ranks, end it by "
+                f"{changes[0]}, but the parameters of an exchange are fixed when it begins. On all ranks, call "
                 "remove() and wrap the changed model or optimizer again (for DDP: in a new DistributedDataParallel). "
-                "To unfreeze a layer later, freeze it after the wrapping"
+                "To unfreeze a layer later, wrap first and freeze it afterwards"
             )
 
 
