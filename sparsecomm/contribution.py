@@ -132,7 +132,7 @@ class Contribution:
         for begin, end, k in ranges:
             part = self._range(begin, end)
             first = self.backend.topk(part, k, None) if self._residual is None else self._take_topk(part, k)
-            found.append(self._concatenate([first], [begin]))
+            found.append(self.concatenate([first], [begin]))
         return found
 
     def topk_of_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
@@ -157,7 +157,7 @@ class Contribution:
             first = backend.take_topk(dense, k)
             if residual is not None:
                 self._replacement = part, backend.memory_of(dense)
-        return self._concatenate([first], [begin])
+        return self.concatenate([first], [begin])
 
     def drop(self, entries: SparseVector) -> None:
         """Record entries that this rank has dropped: rejected by a merge, or lost in rounding."""
@@ -233,9 +233,9 @@ class Contribution:
             parts.append(backend.topk_by_chunk(part, k, length, None))
             backend.clear(part, parts[-1])
             self._removed.append((part, parts[-1]))
-        return parts[0] if len(parts) == 1 else self._concatenate(parts, offsets[:-1])
+        return parts[0] if len(parts) == 1 else self.concatenate(parts, offsets[:-1])
 
-    def _concatenate(self, parts: list[SparseVector], offsets: Sequence[int]) -> SparseVector:
+    def concatenate(self, parts: list[SparseVector], offsets: Sequence[int]) -> SparseVector:
         """Concatenate entries of ranges of the gradient. ``offsets``: where the ranges begin."""
         index, moved = index_dtype(self.size), []
         for part, offset in zip(parts, offsets, strict=True):

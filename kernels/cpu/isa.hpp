@@ -92,19 +92,28 @@ struct ValueCodec {
     size_t bytes(size_t count) const { return value_bytes(count) + blocks(count) * shared; }
 };
 
-// sum += factor * x / (sqrt(square) + tiny), each operation rounded.
+// The biased exponent of the unit in which a gradient is exchanged, and the unit.
+template <class Accumulator>
+using UnitExponent = std::conditional_t<sizeof(Accumulator) == 8, uint16_t, uint8_t>;
+template <class Accumulator>
+inline Accumulator unit_of(UnitExponent<Accumulator> exponent) {
+    using Bits = std::conditional_t<sizeof(Accumulator) == 8, uint64_t, uint32_t>;
+    return bit_cast<Accumulator>(Bits(exponent) << (sizeof(Accumulator) == 8 ? 52 : 23));
+}
+
+// sum += factor * x / unit, each operation rounded.
 template <class X, class Accumulator>
-using Quotients = void (*)(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny,
+using Quotients = void (*)(const typename X::Bits* x, const UnitExponent<Accumulator>* exponent, Accumulator factor,
                            Accumulator* sum, size_t count);
 
-// The data of some weights for AdamW, with the coefficients of each. `carried`: see adamw.inl.
+// The data of some weights for AdamW, with the coefficients of each.
 template <class Accumulator>
 struct AdamWBlock {
     static constexpr size_t SIZE = 64;
-    Accumulator weight[SIZE], mean[SIZE], square[SIZE], residual[SIZE], quotient[SIZE], carried[SIZE], row[6][SIZE];
+    Accumulator weight[SIZE], mean[SIZE], square[SIZE], gradient[SIZE], row[6][SIZE];
 };
 template <class Accumulator>
-using AdamWStep = void (*)(AdamWBlock<Accumulator>& block, Accumulator unit_eps, Accumulator eps);
+using AdamWStep = void (*)(AdamWBlock<Accumulator>& block, Accumulator eps);
 
 struct Isa {
     const char* name;

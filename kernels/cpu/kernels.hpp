@@ -147,35 +147,37 @@ void widen(Dense x, const Dense* r, void* out, int threads);
 //   r     [in,out]  n elements, float or double
 bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads);
 
-// r += scale * x / floor_power_of_two(sqrt(squares) + eps), in the accumulator type; each operation is rounded. With
-// `if_finite`, returns false without writing if a quotient or the square of scale * x is not finite. Reads x and squares once;
-// with `if_finite` also x again, and squares again if x is large.
+// r += scale * x / units, in the accumulator type; each operation is rounded. With `if_finite`, returns false without writing
+// if a quotient or the square of scale * x is not finite. Reads x and exponents once; with `if_finite` also x again, and
+// exponents again if x is large.
 //
-//   x        [in]      n elements
-//   squares  [in]      n elements of the accumulator type
-//   r        [in,out]  n elements of the accumulator type
-bool add_quotient(Dense x, const void* squares, double eps, double scale, bool if_finite, void* r, int threads);
+//   x          [in]      n elements
+//   exponents  [in]      n biased exponents of the units, uint8_t; uint16_t if the accumulator type is double
+//   r          [in,out]  n elements of the accumulator type
+bool add_quotient(Dense x, const void* exponents, double scale, bool if_finite, void* r, int threads);
 
-// The moments of weights, in the accumulator type, and the latest step that updated each weight.
+// The moments of weights, in the accumulator type, the latest step that updated each weight, and what rounding has kept from
+// each weight, in the accumulator type, or null.
 struct Moments {
-    void* mean;
-    void* squares;
-    int32_t* last;
+    const void* mean;
+    const void* squares;
+    const int32_t* last;
+    const void* compensation;
 };
 
 // Returns the largest magnitude, or NaN if x contains one. Reads x once.
 double largest(Dense x, int threads);
 
-// Applies to each weight all AdamW steps since its last update: see `Backend.adamw`. Each operation is rounded. A residual
-// that would become infinite in its new unit becomes the largest finite number.
+// Makes all AdamW steps of weights since their last update: see `Backend.adamw`. Each operation is rounded.
 //
-//   weights  [in,out]  n elements
-//   moments  [in,out]  n elements each
-//   residual [in,out]  n elements of the accumulator type
-//   means    [in]      indices below n; or null, with a value for each of the n elements
-//   rows     [in]      `count` rows of 6 numbers of the accumulator type, count > 0
-void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
-           double unit_eps, double eps, int32_t step, int threads);
+//   weights    [in]   n elements
+//   moments    [in]   n elements each
+//   exponents  [in]   n exponents, as in `add_quotient`
+//   means      [in]   indices below n; or null, with a value for each of the n elements
+//   rows       [in]   `count` rows of 6 numbers of the accumulator type, count > 0
+//   to         [out]  three arrays of the accumulator type, one element per entry: weights, means and squares
+void adamw(Dense weights, Moments moments, const void* exponents, Sparse means, bool int64_indices, const void* rows,
+           size_t count, double eps, int32_t step, void* const to[3], int threads);
 
 // x = weight * x + (1 - weight) * values, in the accumulator type; both products and the sum are each rounded, then the sum
 // to the type of x.

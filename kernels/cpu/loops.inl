@@ -129,23 +129,18 @@ Bits largest(const Bits* bits, size_t count) {
 }
 
 template <class X, class Accumulator>
-void quotients(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny, Accumulator* sum,
+void quotients(const typename X::Bits* x, const UnitExponent<Accumulator>* exponent, Accumulator factor, Accumulator* sum,
                size_t count) {
-    for (size_t i = 0; i < count; i++) sum[i] += factor * X::widen(x[i]) / floor_power_of_two(std::sqrt(square[i]) + tiny);
+    for (size_t i = 0; i < count; i++) sum[i] += factor * X::widen(x[i]) / unit_of<Accumulator>(exponent[i]);
 }
 
 #include "adamw.inl"
 
 template <class A>
-void adamw_block(AdamWBlock<A>& b, A unit_eps, A eps) {
+void adamw_block(AdamWBlock<A>& b, A eps) {
     const auto& c = b.row;
-    for (size_t j = 0; j < b.SIZE; j++) {
-        const A square = b.square[j], kept = b.residual[j];
-        adamw_step<A>(b.weight[j], b.mean[j], b.square[j], b.quotient[j], b.carried[j], c[0][j], c[1][j], c[2][j], c[3][j], c[4][j],
-                      c[5][j], unit_eps, eps);
-        const A rescaled = in_new_unit<A>(kept, square, b.square[j], unit_eps);
-        b.residual[j] = kept != 0 ? rescaled : kept;
-    }
+    for (size_t j = 0; j < b.SIZE; j++)
+        adamw_step<A>(b.weight[j], b.mean[j], b.square[j], b.gradient[j], c[0][j], c[1][j], c[2][j], c[3][j], c[4][j], c[5][j], eps);
 }
 
 template <class Bits>

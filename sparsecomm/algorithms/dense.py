@@ -45,26 +45,52 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     total = gradient.whole()
     boundaries = [len(total) * i // size for i in range(size + 1)]
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]
-    num_nodes, sent = len(set(comm.node_of_rank)), (size - 1) * len(total)
-    if 1 < num_nodes < size:  # messages to all ranks would cross the link of a node several times
-        _sum_on_ring(comm, segments)
-    elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_latency_bound(sent):
+    sent = (size - 1) * len(total)
+    if 1 < size == len(set(comm.node_of_rank)) and sent <= _MAX_SENT and comm.is_latency_bound(sent):
         _sum_everywhere(comm, total, segments)
-    elif size > 1:
-        _sum_at_owners(comm, segments)
+    else:
+        reduce_scatter(comm, segments)
+        gathered = all_gather(comm, segments[comm.rank], [*map(len, segments)])
+        for segment, received in zip(segments, gathered, strict=True):
+            if received is not segment:
+                segment[:] = received
     return comm.backend.nonzeros(total, gradient.shape)
 
 
-def _sum_at_owners(comm: Communicator, segments: list[Array]) -> None:
-    """Add up all ranks' segments in place, in two trips: send segments to their owners, then sums to all ranks."""
+def reduce_scatter(comm: Communicator, segments: list[Array]) -> None:
+    """Add up all ranks' copies of this rank's segment, in place. The others are undefined then."""
     rank, size, own = comm.rank, comm.size, segments[comm.rank]
+    if size == 1:
+        return
+    if _uses_ring(comm):
+        dst, src = (rank + 1) % size, (rank - 1) % size
+        for step in range(size - 1):
+            sent, summed = segments[(rank - 1 - step) % size], segments[(rank - 2 - step) % size]
+            comm.backend.add(summed, comm.exchange_segments({dst: sent}, {src: len(summed)}, step)[src])
+        return
     theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(own)), 0)
     around = [theirs[(rank + distance) % size] for distance in range(1, size)] + [own]
     for before, segment in pairwise(around):
         comm.backend.add(segment, before)
-    lengths = {other: len(segment) for other, segment in enumerate(segments)}
-    for other, received in comm.exchange_segments(dict.fromkeys(range(size), own), lengths, 1).items():
-        segments[other][:] = received
+
+
+def all_gather(comm: Communicator, own: Array, lengths: list[int]) -> list[Array]:
+    """Return the segments of all ranks. ``own`` is this rank's, and ``lengths`` are the lengths of all."""
+    rank, size = comm.rank, comm.size
+    segments = {rank: own}
+    if size > 1 and _uses_ring(comm):
+        for step in range(size - 1):
+            source = (rank - 1 - step) % size
+            sent, expected = {(rank + 1) % size: segments[(rank - step) % size]}, {(rank - 1) % size: lengths[source]}
+            segments[source] = comm.exchange_segments(sent, expected, size - 1 + step)[(rank - 1) % size]
+    elif size > 1:
+        segments |= comm.exchange_segments(dict.fromkeys(range(size), own), dict(enumerate(lengths)), size - 1)
+    return [segments[each] for each in range(size)]
+
+
+def _uses_ring(comm: Communicator) -> bool:
+    """Return whether ranks share links, which messages to all ranks would cross several times."""
+    return 1 < len(set(comm.node_of_rank)) < comm.size
 
 
 def _sum_everywhere(comm: Communicator, total: Array, segments: list[Array]) -> None:
@@ -78,18 +104,6 @@ def _sum_everywhere(comm: Communicator, total: Array, segments: list[Array]) -> 
         for before, after in pairwise(around):
             comm.backend.add(after, before)
         segment[:], begin = around[-1], end
-
-
-def _sum_on_ring(comm: Communicator, segments: list[Array]) -> None:
-    """Add up all ranks' segments, in place."""
-    rank, size = comm.rank, comm.size
-    dst, src = (rank + 1) % size, (rank - 1) % size
-    for step in range(size - 1):
-        sent, summed = segments[(rank - 1 - step) % size], segments[(rank - 2 - step) % size]
-        comm.backend.add(summed, comm.exchange_segments({dst: sent}, {src: len(summed)}, step)[src])
-    for step in range(size - 1):
-        sent, received = segments[(rank - step) % size], segments[(rank - 1 - step) % size]
-        received[:] = comm.exchange_segments({dst: sent}, {src: len(received)}, size - 1 + step)[src]
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:

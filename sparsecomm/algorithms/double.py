@@ -19,6 +19,8 @@ result, although no rank alone would select it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import ROUNDS, Communicator, Parcel, gather, gather_time, num_owners
@@ -41,28 +43,33 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the largest sums of all ranges."""
     if comm.size == 1:
         return gradient.topk(k)
-    owners = num_owners(comm.size, k)
-    parts = ranges(comm.num_elements, k, owners)
+    parts = ranges(comm.num_elements, k, num_owners(comm.size, k))
+    own = comm.quantized(sums_of_owner(comm, gradient, parts), gradient)
+    gathered = gather(comm, own, ROUNDS, [(begin, end) for begin, end, _ in parts])
+    for owner, (entries, (_, _, part)) in enumerate(zip(gathered, parts, strict=True)):
+        if entries.nnz > part:
+            raise comm.broken(owner, f"{entries.nnz} entries instead of at most {part}")
+    return comm.backend.concatenate_entries(gathered)
+
+
+def sums_of_owner(comm: Communicator, gradient: Contribution, parts: Sequence[tuple[int, int, int]]) -> SparseVector:
+    """Return the largest sums of this rank's range; none if it owns no range. ``parts``: as from `ranges`."""
+    owners = len(parts)
     other_owners = [owner for owner in range(owners) if owner != comm.rank]
     taken = gradient.topk_of_ranges([parts[owner] for owner in other_owners])
     parcels: dict[int, Parcel] = {
         owner: ((comm.quantized(entries, gradient),), ()) for owner, entries in zip(other_owners, taken, strict=True)
     }
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
-    within = [(begin, end) for begin, end, _ in parts]
+    count = max(part for _, _, part in parts)
     found = comm.exchange_parcels(
-        parcels, sources, 1, _SCATTER, k // owners + 1, expected=lambda source, words: [within[comm.rank]]
+        parcels, sources, 1, _SCATTER, count, expected=lambda source, words: [parts[comm.rank][:2]]
     )
-    if comm.rank < owners:
-        received = [vector for source in sorted(found) for vector in found[source][0]]
-        own = comm.quantized(gradient.topk_of_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
-    else:
-        own = taken[0].part(0, 0)
-    gathered = gather(comm, own, ROUNDS, within)
-    for owner, (entries, (_, _, part)) in enumerate(zip(gathered, parts, strict=True)):
-        if entries.nnz > part:
-            raise comm.broken(owner, f"{entries.nnz} entries instead of at most {part}")
-    return comm.backend.concatenate_entries(gathered)
+    if comm.rank >= owners:
+        return taken[0].part(0, 0)
+    received = [vector for source in sorted(found) for vector in found[source][0]]
+    begin, end, part = parts[comm.rank]
+    return gradient.topk_of_sums(begin, end, received, part)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:

@@ -364,19 +364,19 @@ class CpuBackend(Backend):
         cdef void* source = checked(minuend, width(x), "minuend", x.size)
         return bool(c_add_difference(source, dense(x), decay, if_finite, checked_residual(residual, x), self.threads))
 
-    def add_quotient(self, Tensor x not None, cnp.ndarray squares not None, double eps, double scale, Tensor residual not None, cbool if_finite):
-        cdef void* under = checked(squares, width(x), "squares", x.size)
-        return bool(c_add_quotient(dense(x), under, eps, scale, if_finite, checked_residual(residual, x), self.threads))
+    def add_quotient(self, Tensor x not None, cnp.ndarray exponents not None, double scale, Tensor residual not None, cbool if_finite):
+        cdef void* units = checked(exponents, width(x) // 4, "exponents", x.size)
+        return bool(c_add_quotient(dense(x), units, scale, if_finite, checked_residual(residual, x), self.threads))
 
-    def adamw(self, Tensor weights not None, moments, cnp.ndarray residual not None, entries, cnp.ndarray table not None, double unit_eps, double eps, int step):
-        cdef Dense to = dense(weights)
-        cdef size_t itemsize = width(weights), size = to.size
+    def adamw(self, Tensor weights not None, moments, cnp.ndarray exponents not None, entries, cnp.ndarray table not None, double eps, int step):
+        cdef Dense of = dense(weights)
+        cdef size_t itemsize = width(weights), size = of.size
         cdef Entries sparse
         cdef Sparse means
         cdef cbool int64_indices = False
         cdef cnp.ndarray rows = table.reshape(-1)
         if isinstance(entries, DenseSum):
-            means.indices, means.values, means.count = NULL, checked(entries.dense, itemsize, "entries", weights.size), to.size
+            means.indices, means.values, means.count = NULL, checked(entries.dense, itemsize, "entries", weights.size), of.size
         else:
             sparse = checked_entries(entries, is_float64(weights))
             means, int64_indices, size = sparse.data, sparse.int64_indices, sparse.size
@@ -384,15 +384,23 @@ class CpuBackend(Backend):
         state.mean = checked(moments.mean, itemsize, "mean", weights.size)
         state.squares = checked(moments.squares, itemsize, "squares", weights.size)
         state.last = <int*> checked(moments.last, 4, "last", weights.size)
-        cdef void* units = checked(residual, itemsize, "residual", weights.size)
+        state.compensation = NULL
+        if moments.compensation is not None:
+            state.compensation = checked(moments.compensation, itemsize, "compensation", weights.size)
+        cdef void* units = checked(exponents, itemsize // 4, "exponents", weights.size)
         cdef const void* coefficients = checked(rows, itemsize, "table")
         cdef size_t count = cnp.PyArray_SIZE(rows) // 6
-        if size != to.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
+        if size != of.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
             raise ValueError(
                 f"got a table of {cnp.PyArray_SIZE(rows)} numbers and entries of {size} elements; expected rows of 6 numbers "
-                f"and {to.size} elements"
+                f"and {of.size} elements"
             )
-        c_adamw(to, state, units, means, int64_indices, coefficients, count, unit_eps, eps, step, self.threads)
+        made = [empty(self.scratch, means.count, value_type(is_float64(weights))) for _ in range(3)]
+        cdef void* to[3]
+        for i in range(3):
+            to[i] = cnp.PyArray_DATA(made[i])
+        c_adamw(of, state, units, means, int64_indices, coefficients, count, eps, step, to, self.threads)
+        return tuple(made)
 
     def largest(self, Tensor x not None):
         return c_largest(dense(x), self.threads)
@@ -433,7 +441,6 @@ class CpuBackend(Backend):
         return total
 
     mixed = default_float_mode(Backend.mixed)
-    adamw_overflows = default_float_mode(Backend.adamw_overflows)
 
     def mix_into(self, Tensor x not None, cnp.ndarray values not None, double weight):
         c_mix(dense(x), weight, checked(values, width(x), "values", x.size), self.threads)

@@ -11,58 +11,59 @@ from sparsecomm.tensors.arrays import Array
 
 
 class Moments(NamedTuple):
-    """AdamW's state of a tensor: flat arrays with one element per weight, on the device of the weights.
+    """AdamW's state of some weights: flat arrays with one element per weight, on the device of the weights.
 
     Attributes:
         mean, squares: moving averages of gradients and of their squares, in the accumulator dtype.
-        last: int32, number of the latest step that updated each weight; 0 where the mean is 0, too: none.
+        last: int32, number of the latest step that updated each weight; 0: none.
+        compensation: what rounding has kept from each weight, in the accumulator dtype: the exact weight is the weight
+            plus this. ``None`` on a single rank, which rounds no updates.
     """
 
     mean: Array
     squares: Array
     last: Array
+    compensation: Array | None
 
 
-def unit(xp: Any, squares: Array, eps: Any) -> Array:
-    """Return the units in which AdamW exchanges gradients: sqrt(squares) + eps, rounded down to powers of two.
+def unit_dtype(real: Any) -> Any:
+    """Return the dtype of `unit_exponents` for an accumulator dtype: uint8 for float32, uint16 for float64."""
+    return np.dtype(np.uint16 if np.dtype(real).itemsize == 8 else np.uint8)
 
-    Powers of two make dividing a gradient and multiplying a sum exact. ``squares`` are float32 or float64, and ``eps``
-    is a normal number of that dtype.
+
+def unit_exponents(xp: Any, squares: Array, eps: Any) -> Array:
+    """Return the exponents of sqrt(squares) + eps, with the bias of their floating-point format.
+
+    The power of two with this exponent is the unit in which AdamW exchanges gradients. ``squares`` are float32 or
+    float64, and ``eps`` is a normal number of that dtype, so exponents are at least 1.
     """
     root = xp.sqrt(squares) + eps
-    word, exponent = (np.int64, 0x7FF << 52) if root.dtype.itemsize == 8 else (np.int32, 0x7F8 << 20)
-    power: Array = (root.view(word) & word(exponent)).view(root.dtype)
-    return power
+    word, digits = (np.uint64, 52) if root.dtype.itemsize == 8 else (np.uint32, 23)
+    exponents: Array = (root.view(word) >> word(digits)).astype(unit_dtype(root.dtype))
+    return exponents
+
+
+def units(exponents: Array, real: Any) -> Array:
+    """Return the powers of two with these exponents, in an accumulator dtype."""
+    word, digits = (np.uint64, 52) if np.dtype(real).itemsize == 8 else (np.uint32, 23)
+    powers: Array = (exponents.astype(word) << word(digits)).view(real)
+    return powers
 
 
 def adamw_step(
-    xp: Any,
-    weight: Array,
-    quotient: Array,
-    mean: Array,
-    squares: Array,
-    first: Array,
-    coefficients: Sequence[Array],
-    unit_eps: Any,
-    eps: Any,
-) -> tuple[Array, Array, Array, Array]:
-    """Return AdamW's updates, element by element, with the array library ``xp``.
+    xp: Any, weight: Array, gradient: Array, mean: Array, squares: Array, coefficients: Sequence[Array], eps: Any
+) -> tuple[Array, Array, Array]:
+    """Return AdamW's weights, means and squares, element by element, with the array library ``xp``.
 
     With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
 
-        g       = quotient * unit(squares)
-        mean    = c0 * mean + c1 * g
-        squares = c2 * squares + c3 * g^2               squares on the right are 0 if ``first``
+        mean    = c0 * mean + c1 * gradient
+        squares = c2 * squares + c3 * gradient^2
         weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
 
-    All arrays have the same shape and dtype, except ``first``, a mask of the elements without an earlier update. The
-    ``squares`` of these elements are used only for the unit. Returns the change of the weight, the new mean and
-    squares, and the factor that converts a residual to the new units.
+    All arrays have the same shape and dtype.
     """
     c0, c1, c2, c3, c4, c5 = coefficients
-    old_unit = unit(xp, squares, unit_eps)
-    g = quotient * old_unit
-    m = c0 * mean + c1 * g
-    v = c2 * xp.where(first, xp.zeros_like(squares), squares) + c3 * (g * g)
-    change = (c5 * weight - c4 * (m / (xp.sqrt(v) + eps))) - weight
-    return change, m, v, old_unit / unit(xp, v, unit_eps)
+    m = c0 * mean + c1 * gradient
+    v = c2 * squares + c3 * (gradient * gradient)
+    return c5 * weight - c4 * (m / (xp.sqrt(v) + eps)), m, v

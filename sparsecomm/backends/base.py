@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
-from sparsecomm.backends.adamw import Moments, adamw_step, unit
+from sparsecomm.backends.adamw import Moments, adamw_step, units
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
@@ -162,20 +162,18 @@ class Backend:
         total += difference
         return True
 
-    def add_quotient(
-        self, x: Tensor, squares: Array, eps: float, scale: float, residual: Tensor, if_finite: bool
-    ) -> bool:
-        """Set residual = residual + scale * x / unit(squares, eps); return whether it was set. Rounds each operation.
+    def add_quotient(self, x: Tensor, exponents: Array, scale: float, residual: Tensor, if_finite: bool) -> bool:
+        """Set residual = residual + scale * x / units; return whether it was set. Rounds each operation.
 
-        For `unit` see `sparsecomm.backends.adamw`. ``squares`` and the residual have the accumulator dtype, to which
-        ``eps`` and ``scale`` are rounded. ``if_finite``: change nothing if a quotient, or the square of scale * x, is
-        NaN or infinite.
+        ``exponents``, one per element, are those of the units: see `sparsecomm.backends.adamw.unit_exponents`. The
+        residual has the accumulator dtype, to which ``scale`` is rounded. ``if_finite``: change nothing if a quotient,
+        or the square of scale * x, is NaN or infinite.
         """
         quotient = self.accumulate(x, None)
         quotient *= quotient.dtype.type(scale)
         if if_finite and x.size and not self.finite(self.as_tensor(quotient * quotient, x.shape)):
             return False
-        quotient /= unit(library_of(squares), squares, quotient.dtype.type(eps))
+        quotient /= units(exponents, quotient.dtype)
         if if_finite and x.size and not self.finite(self.as_tensor(quotient, x.shape)):
             return False
         total = self.memory_of(residual)
@@ -240,64 +238,49 @@ class Backend:
         self,
         weights: Tensor,
         moments: Moments,
-        residual: Array,
+        exponents: Array,
         entries: SparseVector,
         table: Array,
-        unit_eps: float,
         eps: float,
         step: int,
-    ) -> None:
-        """Apply to each weight all AdamW steps since its last update, with `adamw_step`. Rounds each operation.
-
-        A residual that would become infinite in its new unit becomes the largest finite number.
+    ) -> tuple[Array, Array, Array]:
+        """Make all AdamW steps of some weights since their last update, with `adamw_step`. Changes no argument.
 
         Args:
-            weights: changed in place, rounded to their dtype.
-            moments: changed in place; ``last`` becomes ``step``.
-            residual: shape ``(size,)``, changed in place.
-            entries: the quotients. Weights without an entry do not change; a `DenseSum` has one for every weight.
+            weights, moments: of one tensor, or of a part of one.
+            exponents: of the weights' units: see `sparsecomm.backends.adamw.unit_exponents`.
+            entries: gradients, divided by the units; a `DenseSum` has one for every weight.
             table: shape ``(rows, 6)``, in host memory and the accumulator dtype: row i contains the coefficients for a
                 weight last updated i steps ago. The last row is also used for all earlier updates.
-            unit_eps, eps: rounded to the accumulator dtype.
+            eps: rounded to the accumulator dtype.
             step: number of this step, at least 1.
+
+        Returns:
+            New weights, means and squares, in the accumulator dtype, one for each entry. Rounds each operation.
         """
-        xp, (mean, squares, last) = library_of(moments.mean), moments
-        index, before, (change, m, v, factor) = self._adamw(weights, moments, entries, table, unit_eps, eps, step)
-        max_ = xp.finfo(m.dtype).max
-        scaled = xp.clip(residual[index] * xp.minimum(factor, max_), -max_, max_)
-        if isinstance(entries, DenseSum):
-            self.cast_into(before + change, weights)
-        else:
-            self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
-        mean[index], squares[index], last[index], residual[index] = m, v, step, scaled
-
-    def adamw_overflows(self, weights: Tensor, moments: Moments, entries: SparseVector, *numbers: Any) -> Array:
-        """Return the indices of weights that would overflow, or whose moments would, in `adamw`. Changes nothing.
-
-        A weight that is not finite now is included only if its moments would overflow. The arguments are those of
-        `adamw`, without the residual.
-        """
-        xp = library_of(moments.mean)
-        index, before, (change, m, v, _) = self._adamw(weights, moments, entries, *numbers)
-        fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
-        bad = ~(xp.isfinite(m) & xp.isfinite(v) & (fits | ~xp.isfinite(before[index])))
-        positions = xp.flatnonzero(bad)
-        return positions if isinstance(entries, DenseSum) else entries.indices[positions]
-
-    def _adamw(
-        self, weights: Tensor, moments: Moments, entries: SparseVector, table: Array, unit_eps: Any, eps: Any, step: int
-    ) -> tuple[Any, Array, tuple[Array, Array, Array, Array]]:
-        """Return the entries' indices, all weights in the accumulator dtype, and the result of `adamw_step`."""
-        xp, (mean, squares, last) = library_of(moments.mean), moments
-        real: Any = mean.dtype.type
+        xp, (mean, squares, last, compensation) = library_of(moments.mean), moments
         index: Any = slice(None) if isinstance(entries, DenseSum) else entries.indices
         quotient = entries.dense if isinstance(entries, DenseSum) else entries.values
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
-        before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
-        w, m, v, first = before[index], mean[index], squares[index], (last[index] == 0) & (mean[index] == 0)
-        coefficients = [rows[:, j] for j in range(6)]
-        changes = adamw_step(xp, w, quotient, m, v, first, coefficients, real(unit_eps), real(eps))
-        return index, before, changes
+        weight = self.values_of(weights, index)
+        if compensation is not None:
+            weight = weight + compensation[index]
+        gradient, coefficients = quotient * units(exponents[index], mean.dtype), [rows[:, j] for j in range(6)]
+        return adamw_step(xp, weight, gradient, mean[index], squares[index], coefficients, mean.dtype.type(eps))
+
+    def values_of(self, x: Tensor, index: Any) -> Array:
+        """Return elements of a flat view of x in the accumulator dtype."""
+        memory = self.memory_of(x)[index]
+        return memory if x.dtype.itemsize > 2 else self.accumulate(self.as_tensor(memory, memory.shape, x.dtype), None)
+
+    def put(self, x: Tensor, index: Any, values: Array) -> None:
+        """Set elements of a flat view of x, rounded to nearest even to its dtype."""
+        memory = self.memory_of(x)
+        if x.dtype.itemsize == 2:
+            narrow = self.zeros(len(values), x.dtype.view)
+            self.cast_into(values, self.as_tensor(narrow, narrow.shape, x.dtype))
+            values = narrow
+        memory[index] = values
 
     # -- sparse vectors: lists of positions, indices and counts are on the host ---------------------------------------
 

@@ -36,9 +36,10 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         void give(void*, size_t) noexcept
 
     cdef cppclass Moments:
-        void* mean
-        void* squares
-        int* last
+        const void* mean
+        const void* squares
+        const int* last
+        const void* compensation
 
     size_t chunk_room(size_t, size_t, size_t)
     void threshold_free(Collected*)
@@ -81,9 +82,9 @@ cdef extern from *:
     void c_scatter_add_where "without_gil<sparsecomm::scatter_add_where>"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
     cbool c_densify "without_gil<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
     void c_widen "without_gil<sparsecomm::widen>"(Dense, const Dense*, void*, int) except +
-    cbool c_add_quotient "without_gil<sparsecomm::add_quotient>"(Dense, const void*, double, double, cbool, void*, int) except +
+    cbool c_add_quotient "without_gil<sparsecomm::add_quotient>"(Dense, const void*, double, cbool, void*, int) except +
     double c_largest "without_gil<sparsecomm::largest>"(Dense, int) except +
-    void c_adamw "without_gil<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, double, int, int) except +
+    void c_adamw "without_gil<sparsecomm::adamw>"(Dense, Moments, const void*, Sparse, cbool, const void*, size_t, double, int, void**, int) except +
     cbool c_add_difference "without_gil<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "without_gil<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "without_gil<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +

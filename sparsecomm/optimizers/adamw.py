@@ -1,57 +1,61 @@
 """`LazyAdamW`: AdamW with the sparse sums of a `Reducer`, several steps at a time, by an `AdamWRule`.
 
-All ranks hold the same weights and moments, and the step of each weight's last update. In every step
+Each index has one owner, which alone keeps AdamW's state there: both moments and the step of the last update. All ranks
+have the weights, and for each weight a unit, a power of two near sqrt(v) + eps, with v the second moment. Weights and
+units are the same on all ranks. In every step
 
-1. each rank divides its gradient by a unit and adds it to its residual. The unit is sqrt(v) + eps, with v the second
-   moment of the weight, rounded down to a power of two, so the division is exact. The magnitude of an entry is then how
-   far AdamW would move the weight. It decides which entries are selected, and how they are rounded to few bits;
-2. the exchange returns the same sparse sums to all ranks. The residuals keep the rest. Owners keep the sums that they
-   do not send, as in Tang et al. (DoubleSqueeze), ICML 2019;
+1. each rank divides its gradient by the units and adds it to its residual. A power of two makes this exact. The
+   magnitude of an entry is then how far AdamW would move the weight. It decides which entries are sent, and how they
+   are rounded to few bits;
+2. owners receive these entries and select the largest sums. Their residuals keep the rest, as in Tang et al.
+   (DoubleSqueeze), ICML 2019;
 3. a weight that receives a sum for the first time in n steps makes n steps of AdamW (Loshchilov and Hutter, ICLR 2019)
    at once. With G the mean over the ranks of the sum of their n gradients, and t the tensor's step:
 
        m = b1^n m + (1 - b1^n) G / n,  v = b2^n v + (1 - b2^n) G^2 / n
        w = (1 - lr wd)^n w - n lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-   A sum of n noisy gradients has n times the variance of one, hence G^2 / n and not (G / n)^2.
+   A sum of n noisy gradients has n times the variance of one, hence G^2 / n and not (G / n)^2;
+4. the owner sends the change of each weight, rounded to few bits, to all ranks, which add it. The owner keeps what
+   rounding has lost, the compensation, and adds it to the weight in the next step there. So 16-bit weights train as
+   with a float32 copy. The message also says whose unit doubles or halves, to follow sqrt(v) + eps.
 
-With n = 1 for all weights, as at density 1.0, this is AdamW. Before a weight's first update, v only serves the unit: it
-starts at `START` (1 - b2) times the mean square of the tensor's first gradient, and the first update drops it. A tensor
-for which no rank has a gradient makes no step: neither its weights nor its t change.
+In a step of density 1.0, owners receive whole sums and send new weights: this is AdamW. A single rank changes its
+weights without rounding. Units begin at sqrt(v) + eps for v = `START` (1 - b2) times the mean square of the tensor's
+first gradient. A tensor for which no rank has a gradient makes no step: neither its weights nor its t change.
 
-**Overflows.** A step that would make a weight or a moment infinite is skipped on all ranks. All ranks hold the same
-moments, weights and sums, so they decide the same. `Update.bounds_after` usually proves without a pass over the moments
-that nothing can overflow. Near the largest number of a dtype it cannot. `Backend.adamw_overflows` then computes the
-updates without applying them.
+**Overflows.** If a step would make a weight or a moment infinite, its owner says so instead of sending updates, and all
+ranks skip the step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.backends.adamw import Moments, unit
+from sparsecomm.backends.adamw import Moments, unit_exponents, units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer.bucket import Bucket, Part
+from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOWS, Outcome, SparseStep
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
-from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
-from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, library_of, specs_of
+from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
 _log = logging.getLogger("sparsecomm")
@@ -129,74 +133,25 @@ class AdamWRule(NamedTuple):
         return np.stack(rows, axis=1).astype(dtype)
 
 
-# Bounds on second moments and on |mean| / (sqrt(second moment) + eps), and the smallest eps for which the latter holds.
-Bounds: TypeAlias = tuple[float, float, float]
+class _Made(NamedTuple):
+    """New values of a tensor's part at its owner. ``index``: positions in the part, or all of it."""
 
-
-class Update(NamedTuple):
-    """The update of a tensor by the sums of a step. ``entries`` to ``step`` are arguments of `Backend.adamw`.
-
-    The last fields bound, over all rows of the table, the changes by a gradient g. With the ratio
-    |mean| / (sqrt(second moment) + eps), a second moment grows by at most ``max_square`` * g^2, a weight moves by at
-    most ``max_rate`` * ratio, and the new ratio is at most ``max_kept`` * ratio + ``max_new``.
-    """
-
-    spec: TensorSpec
-    entries: SparseVector
-    table: Array
-    unit_eps: float
-    eps: float
-    step: int
-    max_square: float
-    max_rate: float
-    max_kept: float
-    max_new: float
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The last arguments of `Backend.adamw` and `Backend.adamw_overflows`."""
-        return self[1:6]
-
-    def bounds_after(self, bounds: Bounds, largest: float, weight: float, dtype: DType) -> Bounds | None:
-        """Return bounds after the update of weights of ``dtype``, or ``None`` if something could overflow.
-
-        ``largest`` and ``weight``: upper bounds of the magnitudes of the entries and of the weights.
-        """
-        square, ratio, eps = bounds
-        max_ = float(np.finfo(self.spec.accumulator.accumulator).max)
-        gradient = largest * (math.sqrt(square) + self.unit_eps)
-        grown = self.max_kept * ratio + self.max_new  # NaN if there is no bound, as with beta2 = 0
-        ratio = grown if grown > ratio or math.isnan(grown) else ratio
-        moved = 1.01 * (weight + self.max_rate * ratio)
-        fits = gradient < 0.5 * math.sqrt(max_) and moved < min(max_, dtype.rounds_to_infinity)
-        return (1.01 * (square + self.max_square * gradient**2), ratio, eps) if fits else None
-
-
-def _maxima(table: Array) -> tuple[float, float, float, float]:
-    """Return the last fields of `Update`."""
-    kept_mean, new_mean, kept_squares, new_squares, rate, _ = table.T.astype(np.float64)
-    kept, new = kept_mean / np.sqrt(kept_squares), new_mean / np.sqrt(new_squares)
-    kept, new = np.where(kept_mean == 0, 0, kept), np.where(new_mean == 0, 0, new)
-    return float(new_squares.max()), float(rate.max()), float(kept.max()), float(new.max())
-
-
-def bounds_of(backend: Backend, moments: Moments, eps: float) -> Bounds:
-    """Return the maxima of moments as bounds."""
-    ratios, shape = abs(moments.mean) / (moments.squares**0.5 + moments.mean.dtype.type(eps)), moments.mean.shape
-    square, ratio = (backend.largest(backend.as_tensor(array, shape)) for array in (moments.squares, ratios))
-    return square, ratio, eps
+    name: str
+    index: Any
+    weights: Array
+    mean: Array
+    squares: Array
 
 
 @deferred
 class LazyAdamW:
-    """The moments of named weights, and steps by the rule above.
-
-    All ranks hold equal values, except for the reducer's residuals.
+    """This rank's moments of named weights, and steps by the rule above.
 
     Attributes:
         specs: the weights' specs by name.
-        zeros: returns new moments of zeros for a name; by default, arrays on the tensor's device.
-        moments: moments by name; missing before a tensor's first gradient, and after `replace` has removed them.
+        moments: the moments of this rank's part of each tensor by name: see `part`. Missing before a tensor's first
+            gradient.
+        new_moments: returns moments of zeros for this rank's part of a tensor; by default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
     """
@@ -206,7 +161,7 @@ class LazyAdamW:
         weights: NamedTensors,
         reducer: Reducer,
         check_every: int | None,
-        zeros: Callable[[str], Moments] | None = None,
+        new_moments: Callable[[str], Moments] | None = None,
     ) -> None:
         """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
         self.specs = specs_of(weights)
@@ -214,60 +169,45 @@ class LazyAdamW:
         backends = Backends()
         self._backends = {spec.device: backends.of(spec.device) for spec in self.specs.values()}
         self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
-        self.zeros = zeros or self._new
+        self.new_moments = new_moments or self._new
         self.done: Step | None = None
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
+        self._weights: Mapping[str, object] = {}  # weights and rules of the open step
+        self._rules: Mapping[str, AdamWRule] = {}
+        reducer.own(self)
         self.adopt({}, {})
 
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
-        """Replace the moments and the step counts, and discard everything computed from the old ones.
-
-        Residuals must be in the units of the new moments. The weights may have been replaced, too.
-        """
+        """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
-        self._units: dict[str, tuple[Array, float]] = {}  # second moments and eps of the units of residuals, by name
-        self._pending: list[Update] | None = None  # the rest of an update that was interrupted
-        self._planned: tuple[Mapping[str, SparseVector], list[Update]] | None = None  # sums, and their updates
-        self._overflows: dict[str, Array] = {}  # indices of weights that the step would make infinite, by name
-        self._bounds: dict[str, Bounds] = {}
-        self._next_bounds: dict[str, Bounds] = {}  # after the update that was accepted
+        self.parts = {name: self.part(name) for name in moments}
+        self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
+        self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
+        self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
+        self._units_lag = False  # dense steps have changed moments, but not units
 
-    def replace(self, name: str, moments: Moments | None, step: int, *, keep_residual: bool) -> None:
-        """Use other moments of a tensor between steps; ``None``: begin anew at its next gradient.
+    def replace(self, name: str, moments: Moments | None, step: int) -> None:
+        """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
+        self.moments[name], self.steps[name] = moments or self.new_moments(name), step
 
-        ``keep_residual``: convert the residual to the new units in the next step. Otherwise drop it.
-        """
-        self.steps[name] = step
-        self._bounds.pop(name, None)
-        if moments is None:
-            self.moments.pop(name, None)
-        else:
-            self.moments[name] = moments
-        if not keep_residual and self._units.pop(name, None) is not None:
-            self._reducer.discard(name)
-
-    @default_float_mode
-    def convert_residuals(self, rules: Mapping[str, AdamWRule]) -> None:
-        """Convert residuals to the units of the moments, if moments or eps were replaced since the last step."""
-        for name, moments in self.moments.items():
-            squares, eps = moments.squares, rules[name].eps
-            old_squares, old_eps = self._units.get(name, (squares, eps))
-            if old_squares is not squares or old_eps != eps:
-                with self.on_stream(self.specs[name]), np.errstate(over="ignore"):
-                    xp, max_, real = library_of(squares), np.finfo(squares.dtype).max, squares.dtype.type
-                    residual = self._reducer.residual(name).reshape(-1)
-                    residual *= xp.minimum(unit(xp, old_squares, real(old_eps)) / unit(xp, squares, real(eps)), max_)
-                    xp.clip(residual, -max_, max_, out=residual)
-            self._units[name] = squares, eps
+    def part(self, name: str) -> tuple[int, int]:
+        """Return the begin and the end of this rank's part of a tensor."""
+        rank = self._reducer.transport.rank
+        return next(
+            ((part.begin, part.end) for part in self._reducer.bucket(name).parts(rank) if part.spec.name == name),
+            (0, 0),
+        )
 
     def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
-        """Return a context for work with the moments of a tensor on the current stream."""
+        """Return a context for work with the moments of a tensor, on the current stream."""
         return self._timelines[spec.device].on_stream(None)
 
     def _new(self, name: str) -> Moments:
-        spec = self.specs[name]
-        backend, dtype = self._backends[spec.device], spec.accumulator.accumulator
-        return Moments(*(backend.zeros(spec.size, each) for each in (dtype, dtype, np.int32)))
+        spec, (begin, end) = self.specs[name], self.part(name)
+        backend, real = self._backends[spec.device], spec.accumulator.accumulator
+        mean, squares, last = (backend.zeros(end - begin, dtype) for dtype in (real, real, np.int32))
+        shared = self._reducer.transport.size > 1
+        return Moments(mean, squares, last, backend.zeros(end - begin, real) if shared else None)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -279,19 +219,19 @@ class LazyAdamW:
         rules: Mapping[str, AdamWRule],
         scale: float = 1.0,
     ) -> Step:
-        """Sum gradients over the ranks. Collective. After an interrupt, call it again to continue.
+        """Exchange gradients and updates. Collective. After an interrupt, call it again to continue.
 
         Args:
             gradients: by name; ``None`` or a missing name: no gradient. Gradients pushed already are skipped.
-            weights, rules: by name.
-            replicated: the tensors that must be equal on all ranks, besides the moments.
+            weights, rules: by name. Do not change them until `update` returns.
+            replicated: the tensors that must be equal on all ranks, besides the units.
             scale: a factor of the gradients.
 
         Returns:
             The outcome. Pass it to `update`, unless moments are still `missing`, because a rank's gradient is not
             finite or its square overflows, or because there are no moments and no rank has a gradient.
         """
-        self.open(replicated, rules)
+        self.open(weights, replicated, rules)
         if missing := self.missing:
             self._begin(missing, gradients, rules, scale)
             self._reducer.end_opening()
@@ -300,15 +240,19 @@ class LazyAdamW:
         for name in self.specs:
             if not self._reducer.pushed(name):
                 self.push(name, gradients.get(name), rules[name], scale)
-        return self._reducer.wait(partial(self._accept, weights, rules))
+        return self._reducer.wait()
 
-    def open(self, replicated: Mapping[str, object], rules: Mapping[str, AdamWRule]) -> None:
-        """Begin a step, unless it has begun. If a check is due, compare weights and moments between the ranks."""
+    def open(
+        self, weights: Mapping[str, object], replicated: Mapping[str, object], rules: Mapping[str, AdamWRule]
+    ) -> None:
+        """Begin a step, unless it has begun. If a check is due, compare weights and units between the ranks."""
         reducer = self._reducer
         if not reducer.pending:
-            self.convert_residuals(rules)
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
+            if self._units_lag and reducer.density < 1:
+                self._refresh_units(rules)
             reducer.label = self._label(rules)
+            self._weights, self._rules, self._made, self._outcomes = weights, rules, {}, {}
 
     def _label(self, rules: Mapping[str, AdamWRule]) -> Label:
         """Return the rules and the steps by name, which all ranks must share."""
@@ -334,7 +278,7 @@ class LazyAdamW:
     def _begin(
         self, names: list[str], gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float
     ) -> None:
-        """Make missing moments from the first gradients, if they are finite on all ranks. Collective."""
+        """Make missing moments, and units from the first gradients, if they are finite on all ranks. Collective."""
         specs = [self.specs[name] for name in names]
         sizes = np.array([float(spec.size) for spec in specs])
         largest = np.array([float(np.finfo(spec.accumulator.accumulator).max) for spec in specs])
@@ -345,12 +289,7 @@ class LazyAdamW:
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
         label = Label.of(("call", f"first moments of AdamW for {listed(sorted(names), 3)}"), *shapes)
-
-        def average(transport: Transport) -> SumCall:
-            args = "dense", "mean", None, None, "plain", None, 1.0, label
-            return prepare(squares, 1.0, transport, *args, background=True)[1]
-
-        call, means = self._reducer.opening_call("moments", average)
+        call, means = self._reducer.opening_call("moments", partial(_dense_sum, squares, "mean", label))
         *totals, any_gradient = means.to_dense()
         if not np.isfinite(totals).all():
             bad = (name for i, name in enumerate(names) if not math.isfinite(squares[i]))
@@ -363,100 +302,196 @@ class LazyAdamW:
             return
         moments = {}
         for spec, square in zip(specs, mean, strict=True):
+            name, rule, real = spec.name, rules[spec.name], np.dtype(spec.accumulator.accumulator)
+            start = np.array([START * (1 - rule.betas[1]) * square], real)
             with self.on_stream(spec):
-                moments[spec.name] = its = self.zeros(spec.name)
-                start = START * (1 - rules[spec.name].betas[1]) * square
-                its.squares[:] = max(start, float(np.finfo(its.squares.dtype).tiny))
+                moments[name] = self.new_moments(name)
+                self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
         self.moments |= moments
-        self._units |= {name: (its.squares, rules[name].eps) for name, its in moments.items()}
+        self.parts |= {name: self.part(name) for name in names}
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
         """Push ``scale`` times a gradient, divided by each weight's unit.
 
         Pass ``None`` if the tensor has no gradient.
         """
-        factor, squares = -scale if rule.maximize else scale, self.moments[name].squares
+        factor, exponents = -scale if rule.maximize else scale, self._reducer.exponents(name)
 
         def add(backend: Backend, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
-            return backend.add_quotient(x, squares, rule.eps, factor, residual, if_finite)
+            return backend.add_quotient(x, exponents, factor, residual, if_finite)
 
         self._reducer.push_with(name, gradient, add)
 
+    # -- the owner's step: see `sparsecomm.reducer.owned.Owner` -------------------------------------------------------
+
+    def sparse_step(
+        self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
+    ) -> SparseStep:
+        made, updates, changes, overflows = [], [], [], []
+        for part, entries in zip(parts, sums, strict=True):
+            xp, index = library_of(entries.indices), entries.indices
+            if not backend.finite(backend.as_tensor(entries.values, entries.values.shape)):
+                none = [entries.part(0, 0) for entries in sums]
+                return SparseStep(none, none, NOT_FINITE)
+            weight, new = self._step(backend, part, entries)
+            old = backend.values_of(weight, index)
+            change = new.weights - old
+            moves = abs(change) * 4 if bucket.owners > 1 else 0  # rounding changes an update by less
+            overflow = ~_fits(xp, new, old, abs(new.weights) + moves, weight.dtype)
+            target = unit_exponents(xp, new.squares, new.squares.dtype.type(self._rules[part.spec.name].eps))
+            exponents = self._reducer.exponents(part.spec.name)[part.begin : part.end][index]
+            signs = xp.sign(target.astype(np.int32) - exponents.astype(np.int32))
+            made.append(new)
+            for found, values in ((updates, change), (changes, signs), (overflows, overflow)):
+                positions = xp.flatnonzero(values)
+                kept = values[positions].astype(change.dtype)
+                found.append(SparseVector.trusted(index[positions], kept, entries.size, entries.shape))
+        if any(entries.nnz for entries in overflows):
+            return SparseStep(overflows, [entries.part(0, 0) for entries in overflows], OVERFLOWS)
+        self._made[bucket] = made
+        return SparseStep(updates, changes, FINE)
+
+    def dense_step(
+        self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
+    ) -> int:
+        if not backend.finite(backend.as_tensor(sums, sums.shape)):
+            return NOT_FINITE
+        made, verdict = [], FINE
+        for part in parts:
+            segment = sums[part.offset : part.offset + part.end - part.begin]
+            weight = self._part_of(part)
+            old = backend.values_of(weight, slice(None))
+            if part.spec.name in without:
+                segment[:] = old
+                continue
+            _, new = self._step(backend, part, backend.nonzeros(segment, segment.shape))
+            fits = _fits(library_of(sums), new, old, abs(new.weights), weight.dtype)
+            narrow = weight.dtype.itemsize == 2
+            rounded = backend.rounded(backend.nonzeros(new.weights, segment.shape), weight.dtype) if narrow else None
+            segment[:] = new.weights if rounded is None else rounded.dense  # type: ignore[attr-defined]
+            if not fits.all():
+                segment[~fits], verdict = math.nan, OVERFLOWS
+            made.append(new)
+        self._made[bucket] = made
+        return verdict
+
+    def decided(self, bucket: Bucket, outcome: Outcome) -> None:
+        self._outcomes[bucket] = outcome
+
+    def _part_of(self, part: Part) -> Tensor:
+        """Return this rank's part of a weight in the open step."""
+        return part.spec.tensor(self._weights[part.spec.name], part.spec.name).part(part.begin, part.end)
+
+    def _step(self, backend: Backend, part: Part, entries: SparseVector) -> tuple[Tensor, _Made]:
+        """Return a part of a weight, and its new values in the open step."""
+        spec, weight = part.spec, self._part_of(part)
+        name, rule, t = spec.name, self._rules[spec.name], self.steps[spec.name] + 1
+        table = rule.table(t, np.dtype(spec.accumulator.accumulator))
+        exponents, eps = self._reducer.exponents(name)[part.begin : part.end], step_eps(np, rule.eps, rule.betas[1], t)
+        values = backend.adamw(weight, self.moments[name], exponents, entries, table, eps, t)
+        index = slice(None) if isinstance(entries, DenseSum) else entries.indices
+        return weight, _Made(name, index, *values)
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
     @default_float_mode
-    def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
-        """Apply the sums of a reducer's step to weights in place, only once. A step that is not usable changes none.
+    def update(self, weights: Mapping[str, object], done: Step) -> None:
+        """Apply the updates of a reducer's step to weights in place, only once. A step that is not usable changes none.
 
         After an interrupt, call it again to continue.
         """
         if done is self.done:
             return
         if not done.usable:
-            for name, indices in self._overflows.items():  # drop these entries, which would overflow again
-                with self.on_stream(self.specs[name]):
-                    self._reducer.residual(name).reshape(-1)[indices] = 0
-            self._overflows, self._next_bounds, self._planned, self.done = {}, {}, None, done
+            for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
+                if outcome.verdict == OVERFLOWS:
+                    result = outcome.result
+                    with bucket.on_stream(None):
+                        xp = library_of(bucket.residual)
+                        dense = isinstance(result, DenseSum)
+                        bucket.residual[xp.isnan(result.dense) if dense else result.indices] = 0
+            self._made, self._outcomes, self.done = {}, {}, done
             _log_skipped(done.number, done.cause)
             return
         if self._pending is None:
-            self._pending = list(self._updates(done.left, rules))
+            self._pending = list(self._actions(weights, done))[::-1]
         while self._pending:
-            update = self._pending[-1]
-            spec = update.spec
-            name, backend, moments = spec.name, self._backends[spec.device], self.moments[spec.name]
-            weight = spec.tensor(weights[name], name, writable=True)
-            residual = self._reducer.residual(name).reshape(-1)
-            with self._timelines[spec.device].on_stream(weight):
-                backend.adamw(weight, moments, residual, *update.arguments)
-                self._pending.pop()
-            self._bounds.pop(name, None)
-        self._bounds |= self._next_bounds
+            self._pending[-1]()
+            self._pending.pop()
+        self._units_lag = self._units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
-        self.steps, self.done, self._pending, self._planned, self._next_bounds = steps, done, None, None, {}
+        self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
-    def _updates(self, sums: Mapping[str, SparseVector], rules: Mapping[str, AdamWRule]) -> list[Update]:
-        """Return the updates by a step's sums, which are computed once."""
-        if self._planned is None or self._planned[0] is not sums:
-            updates, tables = [], {}
-            for name, entries in sums.items():
-                spec, rule, t = self.specs[name], rules[name], self.steps[name] + 1
-                key = rule, spec.accumulator.name, t
-                if key not in tables:
-                    table = rule.table(t, np.dtype(spec.accumulator.accumulator))
-                    tables[key] = table, _maxima(table)
-                table, maxima = tables[key]
-                eps = step_eps(np, rule.eps, rule.betas[1], t)
-                updates.append(Update(spec, entries, table, rule.eps, eps, t, *maxima))
-            self._planned = sums, updates
-        return self._planned[1]
+    def _actions(self, weights: Mapping[str, object], done: Step) -> Iterator[Callable[[], None]]:
+        """Return what changes weights, moments and units. Each action either succeeds, or changes nothing."""
+        alone = self._reducer.transport.size == 1
+        for bucket, outcome in self._outcomes.items():
+            updates = [] if alone else bucket.split(bucket.backend, outcome.result)
+            for spec, update in zip(bucket.tensors, updates, strict=False):
+                if spec.name not in done.without_gradient:
+                    yield partial(self._add, spec, weights[spec.name], update)
+            for new in self._made.get(bucket, ()):
+                yield partial(self._keep, weights[new.name], new, alone)
+            yield partial(self._change_units, bucket, outcome)
 
-    # -- overflows ----------------------------------------------------------------------------------------------------
+    def _add(self, spec: TensorSpec, weight: object, update: SparseVector) -> None:
+        """Add a sparse update to a weight, or set it to new values."""
+        t, backend = spec.tensor(weight, spec.name, writable=True), self._backends[spec.device]
+        with self._timelines[spec.device].on_stream(t):
+            if isinstance(update, DenseSum):
+                backend.cast_into(update.dense, t)
+            else:
+                backend.scatter_add(t, update)
 
-    @default_float_mode
-    def _accept(
-        self,
-        weights: Mapping[str, object],
-        rules: Mapping[str, AdamWRule],
-        sums: Mapping[str, SparseVector],
-        largest: float,
-    ) -> bool:
-        """Return whether a step leaves all weights and moments finite: see `Reducer.wait`."""
-        overflows, after = {}, {}
-        for update in self._updates(sums, rules):
-            spec, name, next_bounds = update.spec, update.spec.name, None
-            weight, backend, moments = spec.tensor(weights[name], name), self._backends[spec.device], self.moments[name]
-            with self._timelines[spec.device].on_stream(weight):
-                magnitude, bounds = backend.largest(weight), self._bounds.get(name)  # programs change weights, too
-                if bounds is not None and bounds[2] <= update.eps:
-                    next_bounds = update.bounds_after(bounds, largest, magnitude, weight.dtype)
-                if next_bounds is None:
-                    bounds = bounds_of(backend, moments, update.eps)
-                    next_bounds = update.bounds_after(bounds, largest, magnitude, weight.dtype)
-                if next_bounds is not None:
-                    after[name] = next_bounds
-                elif len(indices := backend.adamw_overflows(weight, moments, *update.arguments)):
-                    overflows[name] = indices
-        self._overflows, self._next_bounds = overflows, after
-        return not overflows
+    def _keep(self, weight: object, new: _Made, write: bool) -> None:
+        """Store the new moments of this rank's part of a weight, and with ``write`` the new weights."""
+        spec, moments, (begin, end) = self.specs[new.name], self.moments[new.name], self.parts[new.name]
+        t, backend = spec.tensor(weight, spec.name, writable=True).part(begin, end), self._backends[spec.device]
+        with self._timelines[spec.device].on_stream(t):
+            if write:
+                backend.put(t, new.index, new.weights)
+            if moments.compensation is not None:
+                lost = new.weights - backend.values_of(t, new.index)
+                moments.compensation[new.index] = library_of(lost).where(abs(lost) < math.inf, lost, 0)
+            moments.mean[new.index], moments.squares[new.index] = new.mean, new.squares
+            moments.last[new.index] = self.steps[new.name] + 1
+
+    def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
+        """Double or halve the units of some weights, and convert their residuals."""
+        index, signs, exponents, residual = outcome.indices, outcome.changes, bucket.exponents, bucket.residual
+        with bucket.on_stream(None):
+            xp, max_ = library_of(residual), np.finfo(residual.dtype).max
+            factors = xp.where(signs > 0, residual.dtype.type(0.5), residual.dtype.type(2))
+            converted = xp.clip(residual[index] * factors, -max_, max_)
+            exponents[index] = (exponents[index] + signs).astype(exponents.dtype)
+            residual[index] = converted
+
+    def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
+        """Make all units those of the owners' second moments, after dense steps. Collective."""
+        found = []
+        for i, bucket in enumerate(self._reducer.buckets):
+            exponents, rank = bucket.exponents, self._reducer.transport.rank
+            with bucket.on_stream(None):
+                own = bucket.backend.zeros(bucket.size, np.float32)
+                begin = bucket.size * rank // bucket.owners
+                for part in bucket.parts(rank):
+                    moments, name = self.moments[part.spec.name], part.spec.name
+                    xp, eps = library_of(moments.mean), moments.mean.dtype.type(rules[name].eps)
+                    new = unit_exponents(xp, moments.squares, eps)
+                    old = self._reducer.exponents(name)[part.begin : part.end]
+                    first = begin + part.offset
+                    own[first : first + part.end - part.begin] = xp.where(moments.last > 0, new, old)
+            label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
+            _, sums = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))
+            found.append(sums.dense.astype(exponents.dtype))
+        for bucket, new in zip(self._reducer.buckets, found, strict=True):
+            residual, exponents = bucket.residual, bucket.exponents
+            with bucket.on_stream(None), np.errstate(over="ignore"):
+                max_ = np.finfo(residual.dtype).max
+                ratio = units(exponents, residual.dtype) / units(new, residual.dtype)
+                residual[:] = library_of(residual).clip(residual * ratio, -max_, max_)
+                exponents[:] = new
+        self._units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
@@ -477,32 +512,21 @@ class LazyAdamW:
                             "older checkpoint"
                         )
 
-    def broadcast(self, transport: Transport, rebuilt: Rebuilt) -> None:
-        """Broadcast the moments and step counts from the first rank that is not new. Collective.
-
-        Does nothing if no rank has joined and all ranks were in the same step.
-        """
-        if not rebuilt.ranks_joined and not rebuilt.steps_apart:
-            return
-        root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
-        counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
-        transport.broadcast(counts.reshape(-1).view(np.uint8), root)
-        begun, steps = counts.T.tolist()
-        moments = {}
-        for name in compress(self.specs, begun):
-            spec = self.specs[name]
-            with self.on_stream(spec):
-                moments[name] = its = self.moments.get(name) or self.zeros(name)
-                for array in its if spec.size else ():
-                    host = to_host(array)
-                    transport.broadcast(host.view(np.uint8), root)
-                    array[:] = from_host(host, array)
-        self.adopt(moments, dict(zip(self.specs, steps, strict=True)))
-
     def replicated(self) -> dict[str, Array]:
-        """Return all moments by name and field. They must be equal on all ranks."""
-        fields = Moments._fields
-        return {f"{name}.{field}": getattr(its, field) for name, its in self.moments.items() for field in fields}
+        """Return the exponents of all units by name. They must be equal on all ranks."""
+        return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
+
+
+def _fits(xp: Any, new: _Made, old: Array, size: Array, dtype: DType) -> Array:
+    """Return where new moments are finite, and weights of magnitude ``size`` too, unless they were not before."""
+    fits = (size < dtype.rounds_to_infinity) | ~xp.isfinite(old)
+    found: Array = xp.isfinite(new.mean) & xp.isfinite(new.squares) & fits
+    return found
+
+
+def _dense_sum(x: Array, op: str, label: Label, transport: Transport) -> SumCall:
+    """Return the call of an exact dense sum."""
+    return prepare(x, 1.0, transport, "dense", op, None, None, "plain", None, 1.0, label, background=True)[1]
 
 
 def _log_skipped(step: int, cause: str) -> None:

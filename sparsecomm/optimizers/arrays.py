@@ -129,7 +129,7 @@ class SparseAdamW:
         if done is None or done is adamw.done:  # otherwise an interrupt prevented the update by `done`
             done = adamw.exchange(gradients, self.weights, self.weights, rules)
         if not adamw.missing:
-            adamw.update(self.weights, rules, done)
+            adamw.update(self.weights, done)
         return done
 
     def _rules(self) -> dict[str, AdamWRule]:
@@ -154,7 +154,7 @@ class SparseAdamW:
         Ranks that join receive the moments of a rank that stays. You must broadcast the weights.
         """
         rebuilt = self._reducer.rebuild(comm, joining=joining)
-        self._adamw.broadcast(transport.transport_of(comm), rebuilt)
+        self._adamw.rebuild(transport.transport_of(comm), rebuilt)
         return rebuilt
 
     def discard(self, names: Iterable[str] | None = None) -> None:

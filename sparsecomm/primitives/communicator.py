@@ -335,14 +335,26 @@ def gather(
 
     ``ranges``: gather only the vectors of the first ``len(ranges)`` ranks, whose indices must be in these ranges.
     """
-    num_senders = None if ranges is None else len(ranges)
-    parcels = _gather_parcels(comm)(comm, ((own,), ()), 1, round_no, own.nnz, num_senders, ranges=ranges)
+    parcels = gather_parcels(comm, ((own,), ()), round_no, ranges)
     return [vector for vectors, _ in parcels for vector in vectors]
+
+
+def gather_parcels(
+    comm: Communicator, own: Parcel, round_no: int, ranges: Sequence[Range] | None = None
+) -> list[Parcel]:
+    """Return the parcels of all ranks, ordered by rank. All have the same numbers of vectors and words.
+
+    ``ranges``: as in `gather`, for all vectors of a parcel.
+    """
+    vectors, num_senders = own[0], None if ranges is None else len(ranges)
+    exchange = exchange_with_all if comm.sends_directly else _bruck
+    count = max((vector.nnz for vector in vectors), default=0)
+    return exchange(comm, own, len(vectors), round_no, count, num_senders, ranges=ranges)
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
     """Return the words of all ranks, ordered by rank. All ranks must pass the same number of words."""
-    parcels = _gather_parcels(comm)(comm, ((), words), 0, round_no)
+    parcels = gather_parcels(comm, ((), words), round_no)
     return [list(comm.checked_words(rank, theirs, len(words))) for rank, (_, theirs) in enumerate(parcels)]
 
 
@@ -362,10 +374,6 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
         elif distance <= rank < 2 * distance:
             words = list(comm.receive_words(rank - distance, len(words), round_no + step))
     return words
-
-
-def _gather_parcels(comm: Communicator) -> Callable[..., list[Parcel]]:
-    return exchange_with_all if comm.sends_directly else _bruck
 
 
 def exchange_with_all(

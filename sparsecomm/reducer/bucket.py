@@ -8,12 +8,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import accumulate, compress, pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, Backends, default_float_mode
+from sparsecomm.backends.adamw import unit_dtype
 from sparsecomm.calls.collectives import SumCall
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import plan_costs
@@ -33,7 +34,17 @@ from sparsecomm.transport import Transport
 Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
 
 _NARROW = FLOAT16, BFLOAT16
+_MIN_OWNED = 2048  # minimum elements of an owner; for fewer elements, fewer ranks own some
 _ABSENCE = 1 << 19  # round number of the exchange of absent gradients, above those of algorithms
+
+
+class Part(NamedTuple):
+    """Elements ``begin`` to ``end`` of a tensor, at ``offset`` in the elements that an owner has."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+    offset: int
 
 
 class Bucket:
@@ -48,6 +59,10 @@ class Bucket:
         backend: the reducer's backend of the device, for all work outside calls.
         shape: shape of the call's input: the tensor's shape if there is one tensor, otherwise flat.
         residuals, velocities: flat views by name. ``velocities`` is empty without momentum.
+        residual: the flat residual of all tensors.
+        owners: with `Settings.owned`, the number of ranks that own elements: the first ones.
+        exponents: with `Settings.owned`, the exponents of units, which are the same on all ranks: see
+            `sparsecomm.backends.adamw.unit_exponents`; else empty. ``exponents_of``: flat views by name.
         missing: names of tensors for which `take` was not called in this step.
         outs: this step's outputs for sums by name.
         last_gradient: the gradient that was taken last in this step.
@@ -55,7 +70,9 @@ class Bucket:
         last_plan: the plan of the latest call; ``None`` before the first call.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
+    def __init__(
+        self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends, num_ranks: int
+    ) -> None:
         self.tensors, self.dense, self.settings = tuple(tensors), dense, settings
         self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
         self.backend = backends.of(self.device)
@@ -66,9 +83,13 @@ class Bucket:
         self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)
         with self.on_stream(None):
             self._state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
-        self._residual = self._state[0]
-        self.residuals = self._views(self._residual)
-        self.velocities = self._views(self._state[1]) if settings.momentum else {}
+            dtype = unit_dtype(self.accumulator.accumulator)
+            self.exponents = self.backend.zeros(self.size if settings.owned else 0, dtype)
+        self.residual = self._state[0]
+        self.residuals = self.views(self.residual)
+        self.velocities = self.views(self._state[1]) if settings.momentum else {}
+        self.exponents_of = self.views(self.exponents) if settings.owned else {}
+        self.owners = min(num_ranks, max(1, self.size // _MIN_OWNED))
         self._plan_key, self._plan_density = object(), 0.0
         self.last_plan: Plan | None = None
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
@@ -184,14 +205,14 @@ class Bucket:
         The residuals of these tensors are set aside until the next step begins, so the call does not send them.
         """
         backend, chunks = plan.backend, plan.chunks
-        residual = self.backend.as_tensor(self._residual, (self.size,))
+        residual = self.backend.as_tensor(self.residual, (self.size,))
         for name in self.absent():
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
                 self.residuals[name][:] = 0
         if self.nonfinite:  # contribute one NaN, which all ranks will see, instead of the residual
             poison = self._zeros()
-            self._views(poison)[min(self.nonfinite)][:1] = float("nan")
+            self.views(poison)[min(self.nonfinite)][:1] = float("nan")
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, None, residual, self.shape, self.size, chunks)
 
@@ -215,8 +236,7 @@ class Bucket:
         ranks' 16-bit outputs, to which results without an output here are rounded.
         """
         left = {}
-        parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
-        for spec, part in zip(self.tensors, parts, strict=True):
+        for spec, part in zip(self.tensors, self.split(backend, result), strict=True):
             if spec.name in without_gradient:
                 continue
             if spec.name in self.outs:
@@ -242,14 +262,31 @@ class Bucket:
     @default_float_mode
     def drop_large(self, times: int) -> None:
         """Set entries of the residual and the velocity to zero that overflow if multiplied by ``times``, and NaN."""
-        max_ = float(np.finfo(self._residual.dtype).max) / times
+        max_ = float(np.finfo(self.residual.dtype).max) / times
         for array in self._state:
             array[~(abs(array) <= max_)] = 0
+
+    def parts(self, rank: int) -> list[Part]:
+        """Return what a rank owns: the parts of tensors in its range."""
+        if rank >= self.owners:
+            return []
+        begin, end = self.size * rank // self.owners, self.size * (rank + 1) // self.owners
+        found = []
+        for spec, (first, last) in zip(self.tensors, pairwise(self._offsets), strict=True):
+            if first < end and begin < last:
+                low = max(begin, first)
+                found.append(Part(spec, low - first, min(end, last) - first, low - begin))
+        return found
+
+    def split(self, backend: Backend, entries: SparseVector) -> list[SparseVector]:
+        """Return the entries of each tensor, as flat vectors."""
+        return [entries] if len(self.tensors) == 1 else backend.split_at_indices(entries, self._offsets)
 
     def _zeros(self) -> Array:
         return self.backend.zeros(self.size, self.accumulator.accumulator)
 
-    def _views(self, flat: Array) -> dict[str, Array]:
+    def views(self, flat: Array) -> dict[str, Array]:
+        """Return the parts of a flat array by name."""
         bounds = zip(self.tensors, pairwise(self._offsets), strict=True)
         return {spec.name: flat[begin:end] for spec, (begin, end) in bounds}
 
@@ -263,9 +300,9 @@ class BucketCall(SumCall):
 
     Attributes:
         names: names of the bucket's tensors.
-        largest: the largest magnitude of the result, if it was computed.
         finite: whether the result is finite, the same on all ranks. Not computed, and True, for dense sums without
             ``skip_nonfinite``.
+        usable: whether a finite result is usable, the same on all ranks.
         nonfinite_here: names of tensors whose gradients are known not to be finite on this rank, if the result is not.
         left: results of tensors without an output, by name.
         without_gradient: names for which no rank has a gradient.
@@ -281,7 +318,7 @@ class BucketCall(SumCall):
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = bucket.settings.skip_nonfinite
         super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
-        self.finite, self.largest = True, 0.0
+        self.finite = self.usable = True
         self.nonfinite_here: set[str] = set()
         self.left: dict[str, SparseVector] = {}
         self.without_gradient: frozenset[str] = frozenset()
@@ -349,19 +386,21 @@ class BucketCall(SumCall):
         start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
         if self._skip or self.plan.algorithm is not ALGORITHMS["dense"]:
             values = result.dense if isinstance(result, DenseSum) else result.values
-            self.largest = backend.largest(backend.as_tensor(values, values.shape))
-            self.finite = math.isfinite(self.largest)
+            self.finite = math.isfinite(backend.largest(backend.as_tensor(values, values.shape)))
             if not self.finite:
                 self.nonfinite_here = self._bucket.nonfinite_names(self.contribution.taken)
         if self._skip:
             self._result = result
         else:
             self._mask(result)
-        taken = self.contribution.num_taken
-        self._counters.selected += bucket.size if taken is None else taken
-        self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
+        self._count(result)
         self.left = bucket.write(backend, result, self.without_gradient, self._narrow)
         self._write_seconds = time.perf_counter() - start
+
+    def _count(self, result: SparseVector) -> None:
+        taken = self.contribution.num_taken
+        self._counters.selected += self._bucket.size if taken is None else taken
+        self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
 
     def _mask(self, result: SparseVector) -> None:
         """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""

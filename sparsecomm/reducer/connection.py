@@ -17,6 +17,7 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.owned import Owner
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
@@ -66,16 +67,22 @@ class Buckets:
     """
 
     def __init__(
-        self, specs: dict[str, TensorSpec], settings: Settings, backends: Backends, number: int, bucket_bytes: int
+        self,
+        specs: dict[str, TensorSpec],
+        settings: Settings,
+        backends: Backends,
+        number: int,
+        bucket_bytes: int,
+        num_ranks: int,
     ) -> None:
         """Make buckets with residuals of zeros. ``backends`` and ``number``: see `Connection`."""
         s, self.bucket_bytes, self._specs = settings, bucket_bytes, specs
         sent = [spec for spec in reversed(specs.values()) if spec.size]
         self.all = [
-            Bucket([sent[i] for i in positions], dense, s, backends)
+            Bucket([sent[i] for i in positions], dense, s, backends, num_ranks)
             for positions, dense in layout(sent, s.scope, s.dense_below, bucket_bytes)
         ]
-        empty = [Bucket([spec], True, s, backends) for spec in specs.values() if not spec.size]
+        empty = [Bucket([spec], True, s, backends, num_ranks) for spec in specs.values() if not spec.size]
         self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
         common = {
             "op": s.options.op, "scope": s.scope, "chunk": s.chunk, "momentum": s.momentum, "masking": s.masking,
@@ -100,23 +107,24 @@ class Buckets:
         """Return a context for work with the memory of all buckets on the current stream."""
         return on_streams(bucket.on_stream(None) for bucket in self.all)
 
-    def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return flat views of residuals and of velocities by name. Without momentum, there are no velocities."""
+    def arrays(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+        """Return flat views of residuals, velocities and exponents by name. A reducer may lack the latter two."""
         buckets = [(name, self.by_name[name]) for name in self._specs]
         return (
             {name: bucket.residuals[name] for name, bucket in buckets},
             {name: bucket.velocities[name] for name, bucket in buckets if bucket.velocities},
+            {name: bucket.exponents_of[name] for name, bucket in buckets if bucket.exponents_of},
         )
 
     def fill(self, *arrays: Mapping[str, Array]) -> None:
-        """Set residuals and velocities to flat arrays by name, in host memory or on the tensors' devices."""
+        """Set the arrays of `arrays` to flat arrays by name, in host memory or on the tensors' devices."""
         with self.on_current_stream():
             for ours, theirs in zip(self.arrays(), arrays, strict=True):
                 for name, view in ours.items():
                     view[:] = from_host(theirs[name], view)
 
     def to_host(self) -> list[dict[str, Array]]:
-        """Return copies of residuals and velocities by name, in host memory and in the shapes of the tensors."""
+        """Return copies of the arrays of `arrays` by name, in host memory and in the shapes of the tensors."""
         with self.on_current_stream():
             return [
                 {name: to_host(array).reshape(self._specs[name].shape) for name, array in arrays.items()}
@@ -128,7 +136,7 @@ class Connection:
     """A reducer's connection to the ranks of a communicator, made when the reducer first needs them.
 
     Attributes:
-        specs, settings: the reducer's tensors and options.
+        specs, settings, owner: the reducer's tensors, options, and owner: see `Reducer.own`.
         transport: ``None`` before `connect` or `move`; the attributes below do not exist then.
         queue: makes the reducer's calls.
         number: number of this reducer among the reducers that use the queue.
@@ -139,8 +147,10 @@ class Connection:
     number: int
     buckets: Buckets
 
-    def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
-        self.specs, self.settings, self._comm = specs, settings, comm
+    def __init__(
+        self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings, owner: Owner | None = None
+    ) -> None:
+        self.specs, self.settings, self._comm, self.owner = specs, settings, comm, owner
         self.transport: Transport | None = None
         self._backends = Backends()  # for all work outside calls
 
@@ -152,7 +162,9 @@ class Connection:
 
     def new_buckets(self, bucket_bytes: int) -> Buckets:
         """Return new buckets of zeros, to replace `buckets`."""
-        return Buckets(self.specs, self.settings, self._backends, self.number, bucket_bytes)
+        assert self.transport is not None
+        size = self.transport.size
+        return Buckets(self.specs, self.settings, self._backends, self.number, bucket_bytes, size)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -178,7 +190,7 @@ class Connection:
         """
         queue = queue_of(transport)
         number = self._number_on(queue)
-        buckets = Buckets(self.specs, self.settings, self._backends, number, bucket_bytes)
+        buckets = Buckets(self.specs, self.settings, self._backends, number, bucket_bytes, transport.size)
         if keep:
             with self.buckets.on_current_stream():
                 buckets.fill(*self.buckets.arrays())

@@ -158,8 +158,10 @@ class ReducerOptions(CallOptions, total=False):
 class Settings:
     """The options of a `sparsecomm.Reducer`, which documents them, checked and converted.
 
-    ``chunk`` is ``None`` unless the scope is "chunk".
+    ``chunk`` is ``None`` unless the scope is "chunk". ``owned``: owners make an optimizer's step: see `Reducer.own`.
     """
+
+    owned = False
 
     def __init__(
         self,

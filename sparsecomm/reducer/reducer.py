@@ -16,12 +16,13 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
-from sparsecomm.reducer.bucket import Add
+from sparsecomm.reducer.bucket import Add, Bucket
 from sparsecomm.reducer.connection import Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
-from sparsecomm.reducer.step import Accept, OpenStep, Step
+from sparsecomm.reducer.owned import Owner
+from sparsecomm.reducer.step import OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
@@ -128,6 +129,7 @@ class Reducer:
         if on_step is not None and not callable(on_step):
             raise InvalidInputError(f"on_step={quote(on_step)}: must be a function of a number and a dictionary")
         self._on_step, self._comm = on_step, comm
+        self._owner: Owner | None = None
         schedule, options = with_dense_steps(density, dense_steps), Options.of(algorithm, op, wire)
         sizes, residuals = (scope, chunk, dense_below, bucket_bytes), (momentum, masking, clip, decay)
         self._settings = Settings(schedule, options, *sizes, *residuals, skip_nonfinite)
@@ -147,7 +149,16 @@ class Reducer:
         for dtype in {spec.accumulator.name for spec in specs.values()}:
             self._settings.options.check(dtype, by_chunk=self._settings.chunk is not None)
         self._comm = self._comm if comm is None else comm
-        self._specs, self._connection = specs, Connection(self._comm, specs, self._settings)
+        self._specs, self._connection = specs, Connection(self._comm, specs, self._settings, self._owner)
+        self._open = self._begin(0)
+
+    def own(self, owner: Owner) -> None:
+        """Let ``owner`` make an optimizer's step with sums, before the first step: see `sparsecomm.reducer.owned`.
+
+        Needs ``skip_nonfinite``, the algorithm "auto" or "double", and gradients from `push_with`.
+        """
+        self._owner, self._settings.owned = owner, True
+        self._connection = Connection(self._comm, self._specs, self._settings, owner)
         self._open = self._begin(0)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
@@ -256,12 +267,8 @@ class Reducer:
         with self._lock:
             self._open.start_ready()
 
-    def wait(self, accept: Accept | None = None) -> Step:
+    def wait(self) -> Step:
         """Wait for the sums of all tensors, and end the step. This rank has no gradient for tensors not pushed.
-
-        Args:
-            accept: with ``skip_nonfinite``, decides whether finite sums are usable, from `Step.left` and the largest
-                magnitude in all sums. It must return the same on all ranks, and may be called again.
 
         Raises:
             SparseCommError: a call failed, as in `sparse_allreduce`. Its gradients are in the residuals. Sums of other
@@ -272,7 +279,7 @@ class Reducer:
             start, step = time.perf_counter(), self._open
             step.take_rest()
             step.start_ready()
-            error, outcome = step.settle(accept)
+            error, outcome = step.settle()
             next_step = self._begin(step.number + 1, None if step.unsummed else outcome, step.unsummed)
             self.counters.waited += time.perf_counter() - start
             self.counters.skipped += not outcome.usable
@@ -551,10 +558,29 @@ class Reducer:
         return list(self._specs)
 
     @property
+    def transport(self) -> transport.Transport:
+        """The transport of the communicator."""
+        return self._connect()
+
+    def bucket(self, name: str) -> Bucket:
+        """Return the bucket of a tensor."""
+        self._connect()
+        return self._connection.buckets.by_name[name]
+
+    def exponents(self, name: str) -> Array:
+        """Return the exponents of a tensor's units, as a flat view: see `own`."""
+        return self.bucket(name).exponents_of[name]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order of calls."""
+        self._connect()
+        return self._connection.buckets.all
+
+    @property
     def groups(self) -> list[list[str]]:
         """The names in each bucket, in the order of calls."""
-        self._connect()
-        return [[spec.name for spec in bucket.tensors] for bucket in self._connection.buckets.all]
+        return [[spec.name for spec in bucket.tensors] for bucket in self.buckets]
 
     @property
     def pending(self) -> bool:

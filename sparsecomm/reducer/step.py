@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
@@ -17,14 +16,11 @@ from sparsecomm.errors import listed
 from sparsecomm.reducer.bucket import Add, Bucket, BucketCall
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters
+from sparsecomm.reducer.owned import OwnedCall
 from sparsecomm.states.weights import FirstStep, checksum
 from sparsecomm.tensors.interop import Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
-
-# Returns whether a step is usable, given `Step.left` and the largest magnitude in all sums.
-Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
-
 
 @dataclass(frozen=True)
 class Step:
@@ -157,7 +153,9 @@ class OpenStep:
             bucket = buckets[position]
             pairs = partial(_contents, position, bucket.tensors, self.number, self.label, common)
             label = Label((position, self.number, self.label.checksum, common.checksum), pairs)
-            call = BucketCall(bucket, self._transport, queue, self.density, label, self._counters)
+            arguments = bucket, self._transport, queue, self.density, label, self._counters
+            owner = self._connection.owner
+            call = BucketCall(*arguments) if owner is None else OwnedCall(owner, *arguments)
             self._calls.append((queue.submit(call), call))
         if self.first_gradients is not None and self._first_step is None and len(self._calls) == len(buckets):
             comparison = FirstStep(self._transport, self.first_gradients, self.buffers)
@@ -168,8 +166,8 @@ class OpenStep:
         if self._first_step is not None and error_of(self._first_step[0]) is None:
             self._first_step[1].warn()
 
-    def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
-        """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
+    def settle(self) -> tuple[BaseException | None, Step]:
+        """Wait for the step's calls.
 
         Returns:
             The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
@@ -185,8 +183,7 @@ class OpenStep:
         if self.unsummed and skips:  # no call has committed yet, so the whole step fails
             self.unsummed = names
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
-        if usable and skips and accept is not None and not self.unsummed:
-            usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
+        usable = usable and all(call.usable for _, call in self._calls)
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
         for bucket in self._buckets:

@@ -1,0 +1,170 @@
+"""`OwnedCall`: the call of a bucket whose owners make the optimizer's step. `Owner`: what an optimizer defines for it.
+
+Each element of a bucket has one owner, the same in every step. Owners receive sums as in `sparsecomm.algorithms.double`,
+make the step with them, and send the updates of weights, rounded to the wire format, instead of the sums. So only they
+need the optimizer's state. A dense step is a reduce-scatter, the owners' steps, and an all-gather of weights.
+
+Nothing changes in the call itself. All ranks learn from all owners whether a step can be used before any rank applies
+it, and an interrupted step continues with the same updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.algorithms.dense import all_gather, reduce_scatter
+from sparsecomm.algorithms.double import ranges, sums_of_owner
+from sparsecomm.backends import Backend
+from sparsecomm.primitives.communicator import ROUNDS, gather_parcels
+from sparsecomm.reducer.bucket import Bucket, BucketCall, Part
+from sparsecomm.tensors.interop import library_of
+from sparsecomm.tensors.sparse import Array, SparseVector
+
+FINE, OVERFLOWS, NOT_FINITE = range(3)  # verdicts of an owner: the updates are usable, or why not
+
+
+class Owner(Protocol):
+    """Makes an optimizer's step with sums of gradients, for the elements that this rank owns."""
+
+    def sparse_step(
+        self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
+    ) -> SparseStep:
+        """Make the step, without changing any state yet. ``sums``: of each part, with indices in the part."""
+
+    def dense_step(
+        self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
+    ) -> int:
+        """Make the step, and replace ``sums``, the concatenated parts, by new weights. Return a verdict.
+
+        ``without``: tensors without a gradient on any rank. Their weights do not change. If the verdict is `OVERFLOWS`,
+        elements that overflow become NaN instead.
+        """
+
+    def decided(self, bucket: Bucket, outcome: Outcome) -> None:
+        """Take the outcome of a bucket's call, which is applied if those of all buckets are `FINE`."""
+
+
+class SparseStep(NamedTuple):
+    """A step of an owner.
+
+    Attributes:
+        updates: what all ranks add to the weights, before it is rounded; for each part, with indices in the part. If
+            the verdict is `OVERFLOWS`, entries that would overflow instead.
+        changes: 1 or -1 for each weight whose unit changes by a factor of 2 or 1/2; like ``updates``. Only changes of
+            weights that are updated count.
+        verdict: `FINE`, or why no rank may apply the step.
+    """
+
+    updates: list[SparseVector]
+    changes: list[SparseVector]
+    verdict: int
+
+
+class Outcome(NamedTuple):
+    """What all ranks know after a call.
+
+    Attributes:
+        result: the updates of all weights; a `DenseSum` contains the new weights.
+        indices, changes: elements whose units change, and the changes of their exponents.
+        verdict: `FINE`, or why no rank may apply the step.
+    """
+
+    result: SparseVector
+    indices: Array
+    changes: Array
+    verdict: int
+
+
+class _Kept:
+    """Ignores rounding errors, because owners keep them in the optimizer's state."""
+
+    def drop(self, entries: SparseVector) -> None: ...
+
+
+class OwnedCall(BucketCall):
+    """The call of a bucket whose owners make a step. Its algorithm is "double", or "dense"."""
+
+    _outcome: Outcome
+
+    def __init__(self, owner: Owner, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._owner = owner
+
+    def _exchange(self) -> SparseVector:
+        if self.plan.algorithm is ALGORITHMS["dense"]:
+            self._outcome = self._dense()
+        else:
+            self._outcome = self._sparse()
+            if self.comm.incomplete:
+                self._gather_absent()
+        self._total = self._outcome.result
+        return self._total
+
+    def _sparse(self) -> Outcome:
+        """Send each owner this rank's largest entries, and receive updates. Two trips."""
+        comm, gradient, bucket, backend, plan = self.comm, self.contribution, self._bucket, self.plan.backend, self.plan
+        shares = ranges(bucket.size, max(plan.k, bucket.owners), bucket.owners)
+        sums = gradient.topk(plan.k) if comm.size == 1 else sums_of_owner(comm, gradient, shares)
+        updates = changes = sums.part(0, 0)
+        verdict = FINE
+        if comm.rank < bucket.owners:
+            parts, begin = bucket.parts(comm.rank), shares[comm.rank][0]
+            bounds = [begin + part.offset for part in parts] + [shares[comm.rank][1]]
+            if plan.mean and comm.size > 1:
+                sums = backend.divide(sums, comm.size)
+            step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
+            exact, signs = (gradient.concatenate(vectors, bounds[:-1]) for vectors in (step.updates, step.changes))
+            updates, verdict = comm.quantized(exact, _Kept()), step.verdict
+            values = backend.values_at(signs, updates)
+            positions = library_of(values).flatnonzero(values)  # among the updates, which takes fewer bits than indices
+            indices = (begin + positions).astype(updates.indices.dtype)
+            changes = SparseVector.trusted(indices, values[positions], updates.size, updates.shape)
+        own, within = ((updates, changes), (verdict,)), [(begin, end) for begin, end, _ in shares]
+        gathered = [own] if comm.size == 1 else gather_parcels(comm, own, ROUNDS, within)
+        indices = []
+        for owner, ((theirs, changed), words), (begin, _, share) in zip(range(comm.size), gathered, shares):  # noqa: B905
+            positions = changed.indices - begin
+            if theirs.nnz > share or (changed.nnz and int(positions[-1]) >= theirs.nnz):
+                seen = f"{theirs.nnz} updates and changes at {positions[-1:]} instead of at most {share}"
+                raise comm.broken(owner, seen)
+            indices.append(theirs.indices[positions])
+            verdict = max(verdict, *comm.checked_words(owner, words, 1))
+        total, signs = (backend.concatenate_entries([vectors[i] for vectors, _ in gathered]) for i in (0, 1))
+        return Outcome(total, library_of(total.indices).concatenate(indices), signs.values, verdict)
+
+    def _dense(self) -> Outcome:
+        """Add up gradients at their owners, and gather new weights. Two trips."""
+        comm, bucket, total, backend = self.comm, self._bucket, self.contribution.whole(), self.plan.backend
+        bounds = [bucket.size * min(rank, bucket.owners) // bucket.owners for rank in range(comm.size + 1)]
+        segments = [total[begin:end] for begin, end in pairwise(bounds)]
+        reduce_scatter(comm, segments)
+        if comm.incomplete:  # known to all, because each rank has heard of all others
+            self._gather_absent()
+        own = segments[comm.rank]
+        if self.plan.mean and comm.size > 1:
+            own /= comm.size
+        verdict = FINE
+        if len(own):
+            verdict = self._owner.dense_step(backend, bucket, bucket.parts(comm.rank), own, self.without_gradient)
+        if comm.size > 1:
+            sent = backend.zeros(len(own) + 1, own.dtype)  # the last element: the verdict
+            sent[:-1], sent[-1] = own, verdict
+            gathered = all_gather(comm, sent, [len(segment) + 1 for segment in segments])
+            for rank, received in enumerate(gathered):
+                if rank != comm.rank:
+                    segments[rank][:] = received[:-1]
+            verdict = max(int(received[-1]) for received in gathered)
+        none = backend.zeros(0, np.int64)
+        return Outcome(backend.nonzeros(total, self.contribution.shape), none, none, verdict)
+
+    def _finish(self, result: SparseVector) -> None:
+        self.finite, self.usable = self._outcome.verdict != NOT_FINITE, self._outcome.verdict == FINE
+        self.nonfinite_here = set() if self.finite else self._bucket.nonfinite_names(self.contribution.taken)
+        self._result = result
+        self._count(result)
+        self._owner.decided(self._bucket, self._outcome)
