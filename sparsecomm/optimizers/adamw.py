@@ -45,7 +45,7 @@ from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket, Part
 from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOWS, Outcome, SparseStep
 from sparsecomm.reducer.step import cause_of
@@ -54,7 +54,7 @@ from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
-from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, library_of, specs_of
+from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
@@ -192,11 +192,7 @@ class LazyAdamW:
 
     def part(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of this rank's part of a tensor."""
-        rank = self._reducer.transport.rank
-        return next(
-            ((part.begin, part.end) for part in self._reducer.bucket(name).parts(rank) if part.spec.name == name),
-            (0, 0),
-        )
+        return self._reducer.bucket(name).part(name, self._reducer.transport.rank)
 
     def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor, on the current stream."""
@@ -327,7 +323,10 @@ class LazyAdamW:
     def sparse_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
     ) -> SparseStep:
-        made, updates, changes, overflows = [], [], [], []
+        made: list[_Made] = []
+        updates: list[SparseVector] = []
+        changes: list[SparseVector] = []
+        overflows: list[SparseVector] = []
         for part, entries in zip(parts, sums, strict=True):
             xp, index = library_of(entries.indices), entries.indices
             if not backend.finite(backend.as_tensor(entries.values, entries.values.shape)):
@@ -366,9 +365,10 @@ class LazyAdamW:
                 continue
             _, new = self._step(backend, part, backend.nonzeros(segment, segment.shape))
             fits = _fits(library_of(sums), new, old, abs(new.weights), weight.dtype)
-            narrow = weight.dtype.itemsize == 2
-            rounded = backend.rounded(backend.nonzeros(new.weights, segment.shape), weight.dtype) if narrow else None
-            segment[:] = new.weights if rounded is None else rounded.dense  # type: ignore[attr-defined]
+            rounded: Any = backend.nonzeros(new.weights, segment.shape)
+            if weight.dtype.itemsize == 2:
+                rounded = backend.rounded(rounded, weight.dtype)
+            segment[:] = rounded.dense
             if not fits.all():
                 segment[~fits], verdict = math.nan, OVERFLOWS
             made.append(new)
@@ -405,7 +405,7 @@ class LazyAdamW:
         if not done.usable:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
                 if outcome.verdict == OVERFLOWS:
-                    result = outcome.result
+                    result: Any = outcome.result
                     with bucket.on_stream(None):
                         xp = library_of(bucket.residual)
                         dense = isinstance(result, DenseSum)
@@ -482,7 +482,7 @@ class LazyAdamW:
                     first = begin + part.offset
                     own[first : first + part.end - part.begin] = xp.where(moments.last > 0, new, old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
-            _, sums = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))
+            sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
             found.append(sums.dense.astype(exponents.dtype))
         for bucket, new in zip(self._reducer.buckets, found, strict=True):
             residual, exponents = bucket.residual, bucket.exponents
@@ -512,6 +512,93 @@ class LazyAdamW:
                             "older checkpoint"
                         )
 
+    def load(self, saved: Mapping[str, SavedMoments]) -> None:
+        """Use the moments of a state, and its units if the reducer's state had none."""
+        moments = {}
+        for name, (arrays, _, exponents) in saved.items():
+            with self.on_stream(self.specs[name]):
+                moments[name] = made = self.new_moments(name)
+                if made.compensation is None and arrays.compensation is not None and arrays.compensation.any():
+                    moments[name] = made = self._with_compensation(name, made)
+                for ours, theirs in zip(made, arrays, strict=True):
+                    if ours is not None and theirs is not None:
+                        ours[:] = from_host(theirs, ours)
+                if exponents is not None:
+                    ours = self._reducer.exponents(name)
+                    ours[:] = from_host(exponents, ours)
+        self.adopt(moments, {name: its.step for name, its in saved.items()})
+
+    def _with_compensation(self, name: str, moments: Moments) -> Moments:
+        """Return a single rank's moments with the compensation that several ranks had."""
+        zeros = self._backends[self.specs[name].device].zeros(len(moments.mean), moments.mean.dtype)
+        return moments._replace(compensation=zeros)
+
+    @default_float_mode
+    def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
+        """Divide the moments among the ranks of a new communicator. Collective.
+
+        Ranks that join, or all if the ranks were in different steps, take step counts and units from the first rank
+        that is not new. The moments of lost ranks are made from the units: zeros, and the squares of sqrt(2) units.
+        """
+        size, rank = transport.size, transport.rank
+        root = next(each for each in range(size) if each not in rebuilt.ranks_joined)
+        counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
+        _broadcast(counts, root, transport)
+        steps = dict(zip(self.specs, counts[:, 1].tolist(), strict=True))
+        begun = [name for name, here in zip(self.specs, counts[:, 0], strict=True) if here]
+        if rebuilt.ranks_joined or rebuilt.steps_apart:
+            for name in begun:
+                exponents = self._reducer.exponents(name)
+                with self.on_stream(self.specs[name]):
+                    host = to_host(exponents)
+                    _broadcast(host, root, transport)
+                    exponents[:] = from_host(host, exponents)
+        moments, lost = {}, 0
+        for name in begun:
+            with self.on_stream(self.specs[name]):
+                whole, found = self.gather(name, transport)
+                own = slice(*self.part(name))
+                made, missing = self.new_moments(name), ~found[own]
+                if made.compensation is None and whole.compensation.any():
+                    made = self._with_compensation(name, made)
+                if missing.any():
+                    lost += int(missing.sum())
+                    powers = units(to_host(self._reducer.exponents(name)[own])[missing], whole.squares.dtype)
+                    whole.squares[own][missing], whole.last[own][missing] = 2 * np.square(powers), steps[name]
+                for ours, theirs in zip(made, whole, strict=True):
+                    if ours is not None:
+                        ours[:] = from_host(theirs[own], ours)
+                moments[name] = made
+        self.adopt(moments, steps)
+        if lost:
+            _log.warning(
+                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with the "
+                "squares of units, which are within a factor of 2. Load a checkpoint for exact ones",
+                rank,
+                f"{lost:,}",
+            )
+
+    def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
+        """Return the `Moments` of a tensor from all ranks, in host memory, and where they are known. Collective.
+
+        Call it between calls. Unknown moments are zeros.
+        """
+        spec, mine = self.specs[name], self.moments.get(name)
+        real = np.dtype(spec.accumulator.accumulator)
+        whole = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
+        found = np.zeros(spec.size, bool)
+        for rank in range(transport.size):
+            bounds = np.array((0, 0) if mine is None or rank != transport.rank else self.parts[name], np.int64)
+            _broadcast(bounds, rank, transport)
+            begin, end = bounds.tolist()
+            for i, array in enumerate(whole if begin < end else ()):
+                values = array[begin:end]
+                if rank == transport.rank and mine is not None and (own := mine[i]) is not None:
+                    values[:] = to_host(own)
+                _broadcast(values, rank, transport)
+            found[begin:end] = True
+        return whole, found
+
     def replicated(self) -> dict[str, Array]:
         """Return the exponents of all units by name. They must be equal on all ranks."""
         return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
@@ -524,6 +611,12 @@ def _fits(xp: Any, new: _Made, old: Array, size: Array, dtype: DType) -> Array:
     return found
 
 
+def _broadcast(array: Array, root: int, transport: Transport) -> None:
+    """Copy a contiguous array in host memory from one rank to all. Collective; call it between calls."""
+    if array.size:
+        transport.broadcast(array.reshape(-1).view(np.uint8), root)
+
+
 def _dense_sum(x: Array, op: str, label: Label, transport: Transport) -> SumCall:
     """Return the call of an exact dense sum."""
     return prepare(x, 1.0, transport, "dense", op, None, None, "plain", None, 1.0, label, background=True)[1]
@@ -533,30 +626,82 @@ def _log_skipped(step: int, cause: str) -> None:
     _log.warning("step %s: %s; no rank updates its weights", step, cause)
 
 
-def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:
-    """Return the checked moments of a tensor, flat and in host memory, and the number of its steps.
+class SavedMoments(NamedTuple):
+    """Moments that were read from a state, in host memory. ``exponents``: of units, if the state has none."""
 
-    ``saved``: the fields of `Moments` as NumPy arrays, and "step". ``last`` may be ``None``, as in a state of dense
-    AdamW: the last update of every weight is then ``step``.
+    moments: Moments
+    step: int
+    exponents: Array | None
+
+
+def read_moments(
+    saved: Mapping[str, Any], spec: TensorSpec, part: tuple[int, int], eps: float | None = None
+) -> SavedMoments:
+    """Return the checked moments of a rank's part of a tensor.
+
+    Args:
+        saved: the fields of `Moments` as NumPy arrays, and "step". They may be those of the whole tensor, or only of
+            ``part``; "part" then contains its begin and end. ``last`` may be ``None``, as in a state of dense AdamW:
+            the last update of every weight is then ``step``. So may ``compensation``: zeros.
+        part: the begin and the end of the part.
+        eps: if not ``None``, compute the exponents of units from the second moments of the whole tensor.
     """
-    name = spec.name
+    name, own = spec.name, slice(*part)
     with reading(f"moments of {name}", "mean, squares, last and step"):
-        step, last = saved["step"], saved["last"]
+        step, last, saved_part = saved["step"], saved["last"], saved.get("part")
         if not is_count(step):
             raise InvalidInputError(f"state: step of {name} is {quote(step)}; expected a number of steps")
-        last = np.full(spec.shape, step, np.int32) if last is None else np.asarray(last)
-        if last.dtype.kind != "i" or last.shape != spec.shape:
-            raise InvalidInputError(f"state: last of {name}: expected whole numbers of shape {spec.shape}")
+        shape = spec.shape if saved_part is None else (saved_part[1] - saved_part[0],)
+        if saved_part is not None and tuple(saved_part) != part:
+            raise InvalidInputError(
+                f"state: it has elements {saved_part[0]} to {saved_part[1]} of {name}, and this rank keeps {part[0]} "
+                f"to {part[1]}; convert the states of all ranks with sparsecomm.reshard(states, rank, size)"
+            )
+        last = np.full(shape, step, np.int32) if last is None else np.asarray(last)
+        if last.dtype.kind != "i" or last.shape != shape:
+            raise InvalidInputError(f"state: last of {name}: expected whole numbers of shape {shape}")
         if missing := [field for field in ("mean", "squares") if saved[field] is None]:
             raise InvalidInputError(f"state: {missing[0]} of {name} is missing")
-        mean, squares = (
-            as_float(saved[field], f"{field} of {name}", spec.shape, spec.accumulator) for field in ("mean", "squares")
-        )
-        for field, array, low, high in (
-            ("last", last, 0, step),
-            ("squares", squares, 0, np.finfo(squares.dtype).max),
-            ("mean", mean, np.finfo(mean.dtype).min, np.finfo(mean.dtype).max),
-        ):
+        arrays = {
+            field: as_float(saved[field], f"{field} of {name}", shape, spec.accumulator)
+            for field in ("mean", "squares", "compensation")
+            if saved.get(field) is not None
+        }
+        max_ = float(np.finfo(spec.accumulator.accumulator).max)
+        lowest = {"last": 0.0, "squares": 0.0, "mean": -max_, "compensation": -max_}
+        for field, array in {"last": last, **arrays}.items():
+            low, high = lowest[field], step if field == "last" else max_
             if array.size and not low <= array.min() <= array.max() <= high:
                 raise InvalidInputError(f"state: {field} of {name}: expected finite numbers from {low:g} to {high:g}")
-        return Moments(mean, squares, last.astype(np.int32).reshape(-1)), step
+        last, exponents = last.astype(np.int32).reshape(-1), None
+        if eps is not None:
+            if saved_part is not None:
+                raise InvalidInputError(f"state: it has no units, and only a part of the moments of {name}")
+            exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
+            arrays["squares"][(last == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
+        last, found = (
+            (last, arrays)
+            if saved_part is not None
+            else (last[own], {field: array[own] for field, array in arrays.items()})
+        )
+        return SavedMoments(
+            Moments(found["mean"], found["squares"], last, found.get("compensation")), int(step), exponents
+        )
+
+
+def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """Return the moments of whole tensors, for any rank of another world size: see `read_moments`."""
+    found: dict[str, Any] = {}
+    for name, first in old[0]["moments"].items():
+        parts = [state["moments"][name] for state in old]
+        if "part" not in first:  # a resharded state, or one of an older version
+            found[name] = first
+            continue
+        shape = np.shape(old[0]["residuals"][name])
+        joined = {
+            field: np.concatenate([np.asarray(each[field]) for each in parts]).reshape(shape)
+            for field in Moments._fields
+            if first[field] is not None
+        }
+        found[name] = {"compensation": None, **joined, "step": first["step"]}
+    return found

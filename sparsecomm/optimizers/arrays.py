@@ -6,23 +6,30 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
-from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, read_moments
+from sparsecomm.optimizers.adamw import (
+    DENSITY,
+    OPTIONS,
+    AdamWRule,
+    LazyAdamW,
+    SavedMoments,
+    read_moments,
+    whole_moments,
+)
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
-from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.schema import State, StateDict, per_rank
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.interop import NamedTensors, from_host, to_host
+from sparsecomm.tensors.interop import NamedTensors, to_host
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
 _SCHEMA = REDUCER.extended(
-    "SparseAdamW", {"moments": common("moments by name", lambda value, _: isinstance(value, dict))}
+    "SparseAdamW", {"moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)}
 )
 
 
@@ -170,10 +177,11 @@ class SparseAdamW:
         adamw.check_complete()
         moments: dict[str, Any] = {}
         for name, its in adamw.moments.items():
-            spec = adamw.specs[name]
-            with adamw.on_stream(spec):
-                moments[name] = {field: to_host(array).reshape(spec.shape) for field, array in its._asdict().items()}
-            moments[name]["step"] = adamw.steps[name]
+            with adamw.on_stream(adamw.specs[name]):
+                moments[name] = {
+                    field: None if array is None else to_host(array) for field, array in its._asdict().items()
+                }
+            moments[name] |= {"step": adamw.steps[name], "part": list(adamw.parts[name])}
         return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
 
     def load_state_dict(self, state: State) -> None:
@@ -183,26 +191,24 @@ class SparseAdamW:
             InvalidInputError: the state of some rank does not fit. Nothing has changed on any rank.
             SparseCommError: as `Reducer.load_state_dict`.
         """
-        adamw = self._adamw
+        adamw, rules, rank = self._adamw, self._rules(), self._reducer.transport.rank
 
         def prepare(undo: object) -> Prepared:
             prepared = self._reducer.prepare_state(state, _SCHEMA)
-            saved = prepared.fields["moments"]
-            compared, moments, steps = {}, {}, {}
+            saved, units = prepared.fields["moments"], prepared.fields["units"]
+            moments: dict[str, SavedMoments] = {}
             for name, spec in adamw.specs.items() if saved else ():
                 if name not in saved:
                     raise InvalidInputError(f"state: moments lack {name!r}; expected moments of all weights or none")
-                its, steps[name] = read_moments(saved[name], spec)
-                compared[name] = [*its, steps[name]]
-                with adamw.on_stream(spec):
-                    pairs = zip(its, adamw.zeros(name), strict=True)
-                    moments[name] = Moments(*(from_host(theirs, like) for theirs, like in pairs))
+                part = prepared.buckets.by_name[name].part(name, rank)
+                moments[name] = read_moments(saved[name], spec, part, None if units else rules[name].eps)
+            steps = {name: its.step for name, its in moments.items()}
 
             def commit() -> None:
                 prepared.commit()
-                adamw.adopt(moments, steps)
+                adamw.load(moments)
 
-            return Prepared({**prepared.common, "moments": compared}, commit)
+            return Prepared({**prepared.common, "moments": steps}, commit)
 
         self._reducer.load_with(prepare, ["moments"])
 

@@ -278,6 +278,11 @@ class Bucket:
                 found.append(Part(spec, low - first, min(end, last) - first, low - begin))
         return found
 
+    def part(self, name: str, rank: int) -> tuple[int, int]:
+        """Return the begin and the end of a rank's part of a tensor."""
+        owned = {part.spec.name: (part.begin, part.end) for part in self.parts(rank)}
+        return owned.get(name, (0, 0))
+
     def split(self, backend: Backend, entries: SparseVector) -> list[SparseVector]:
         """Return the entries of each tensor, as flat vectors."""
         return [entries] if len(self.tensors) == 1 else backend.split_at_indices(entries, self._offsets)
@@ -300,6 +305,7 @@ class BucketCall(SumCall):
 
     Attributes:
         names: names of the bucket's tensors.
+        largest: the largest magnitude of the result, if it was computed.
         finite: whether the result is finite, the same on all ranks. Not computed, and True, for dense sums without
             ``skip_nonfinite``.
         usable: whether a finite result is usable, the same on all ranks.
@@ -318,7 +324,7 @@ class BucketCall(SumCall):
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = bucket.settings.skip_nonfinite
         super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
-        self.finite = self.usable = True
+        self.finite, self.usable, self.largest = True, True, 0.0
         self.nonfinite_here: set[str] = set()
         self.left: dict[str, SparseVector] = {}
         self.without_gradient: frozenset[str] = frozenset()
@@ -386,7 +392,8 @@ class BucketCall(SumCall):
         start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
         if self._skip or self.plan.algorithm is not ALGORITHMS["dense"]:
             values = result.dense if isinstance(result, DenseSum) else result.values
-            self.finite = math.isfinite(backend.largest(backend.as_tensor(values, values.shape)))
+            self.largest = backend.largest(backend.as_tensor(values, values.shape))
+            self.finite = math.isfinite(self.largest)
             if not self.finite:
                 self.nonfinite_here = self._bucket.nonfinite_names(self.contribution.taken)
         if self._skip:

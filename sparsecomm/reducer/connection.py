@@ -17,8 +17,8 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import Bucket
-from sparsecomm.reducer.owned import Owner
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
+from sparsecomm.reducer.owned import Owner
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Device, TensorSpec, from_host, to_host

@@ -1,8 +1,9 @@
 """`OwnedCall`: the call of a bucket whose owners make the optimizer's step. `Owner`: what an optimizer defines for it.
 
-Each element of a bucket has one owner, the same in every step. Owners receive sums as in `sparsecomm.algorithms.double`,
-make the step with them, and send the updates of weights, rounded to the wire format, instead of the sums. So only they
-need the optimizer's state. A dense step is a reduce-scatter, the owners' steps, and an all-gather of weights.
+Each element of a bucket has one owner, the same in every step. Owners receive sums as in
+`sparsecomm.algorithms.double`, make the step with them, and send the updates of weights, rounded to the wire format,
+instead of the sums. So only they need the optimizer's state. A dense step is a reduce-scatter, the owners' steps, and
+an all-gather of weights.
 
 Nothing changes in the call itself. All ranks learn from all owners whether a step can be used before any rank applies
 it, and an interrupted step continues with the same updates.

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm import transport
@@ -17,12 +18,12 @@ from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
 from sparsecomm.reducer.bucket import Add, Bucket
-from sparsecomm.reducer.connection import Connection, Rebuilt
+from sparsecomm.reducer.connection import Buckets, Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
-from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
 from sparsecomm.reducer.owned import Owner
-from sparsecomm.reducer.step import OpenStep, Step
+from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
+from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
@@ -33,6 +34,13 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
 
 _log = logging.getLogger("sparsecomm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedState(Prepared):
+    """A state that was read, with the buckets that it needs."""
+
+    buckets: Buckets
 
 
 @deferred
@@ -267,8 +275,12 @@ class Reducer:
         with self._lock:
             self._open.start_ready()
 
-    def wait(self) -> Step:
+    def wait(self, accept: Accept | None = None) -> Step:
         """Wait for the sums of all tensors, and end the step. This rank has no gradient for tensors not pushed.
+
+        Args:
+            accept: with ``skip_nonfinite``, decides whether finite sums are usable, from `Step.left` and the largest
+                magnitude in all sums. It must return the same on all ranks, and may be called again.
 
         Raises:
             SparseCommError: a call failed, as in `sparse_allreduce`. Its gradients are in the residuals. Sums of other
@@ -279,7 +291,7 @@ class Reducer:
             start, step = time.perf_counter(), self._open
             step.take_rest()
             step.start_ready()
-            error, outcome = step.settle()
+            error, outcome = step.settle(accept)
             next_step = self._begin(step.number + 1, None if step.unsummed else outcome, step.unsummed)
             self.counters.waited += time.perf_counter() - start
             self.counters.skipped += not outcome.usable
@@ -426,7 +438,7 @@ class Reducer:
             transport = self._connect_between_steps("load_state_dict")
             load(transport, f"Reducer {self._connection.number}", [*REDUCER.keys, *keys], prepare)
 
-    def prepare_state(self, state: State, schema: Schema = REDUCER) -> Prepared:
+    def prepare_state(self, state: State, schema: Schema = REDUCER) -> PreparedState:
         """Convert and check a state for `load_with`, by `REDUCER` or an extension of it. Nothing changes yet."""
         with self._lock:
             found = schema.read_own(state, self._connect_between_steps("load_state_dict"))
@@ -439,7 +451,7 @@ class Reducer:
                 self._connection.queue.use_measured(costs)
             self._open, self.weights_checked = self._begin(found["step"]), None
 
-        return Prepared({key: found[key] for key in REDUCER.keys}, commit, found)
+        return PreparedState({key: found[key] for key in REDUCER.keys}, commit, found, buckets=buckets)
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device. Its contents change with every step."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
+import numpy as np
+
 from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
@@ -32,12 +34,19 @@ def _is_link(value: Any) -> bool:
     return is_list(value) and len(value) == 3 and all(0 < to_float(each) < 1e9 for each in value)
 
 
+def _is_units(value: Any, _: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and np.asarray(array).dtype.kind == "u" for name, array in value.items()
+    )
+
+
 REDUCER = Schema(
     "Reducer",
-    2,
+    3,
     {
         "residuals": summed(),
         "velocities": summed(),
+        "units": common("arrays of unsigned integers by name", _is_units),
         "step": common("a number of steps", is_count),
         "order": common("a list of names, or None", _is_order),
         "bucket_bytes": common("a number of bytes, at least 1", is_positive),
@@ -46,13 +55,14 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
+    lambda state: {**state, "units": {}},
 )
 
 
 def fields_of(connection: Connection, step: int) -> StateDict:
     """Return the fields of a reducer's state, and clear the caches of algorithms."""
     buckets, known = connection.buckets, connection.queue.measured
-    residuals, velocities = buckets.to_host()
+    residuals, velocities, units = buckets.to_host()
     for plan in (bucket.last_plan for bucket in buckets.all):
         if plan is not None:
             plan.comm.cache.clear()
@@ -63,6 +73,7 @@ def fields_of(connection: Connection, step: int) -> StateDict:
     return {
         "residuals": residuals,
         "velocities": velocities,
+        "units": units,
         "step": step,
         "order": None,
         "bucket_bytes": buckets.bucket_bytes,
@@ -71,12 +82,24 @@ def fields_of(connection: Connection, step: int) -> StateDict:
 
 
 def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
-    """Return buckets with the residuals and velocities of a state that `REDUCER` has read."""
+    """Return buckets with the residuals, velocities and units of a state that `REDUCER` has read.
+
+    If it has no units, as one of an older version, they are zeros.
+    """
     specs, momentum = connection.specs, connection.settings.momentum
     residuals = read_arrays(found["residuals"], specs, "residuals", _ADVICE, copy=False)
     velocities = read_arrays(found["velocities"], specs if momentum else {}, "velocities", _ADVICE, copy=False)
     buckets = connection.new_buckets(found["bucket_bytes"])
-    buckets.fill(residuals, velocities)
+    units: dict[str, Array] = {}
+    for name, ours in buckets.arrays()[2].items():
+        saved = np.asarray(found["units"].get(name, np.zeros(specs[name].shape, ours.dtype)))
+        if saved.shape != specs[name].shape or saved.dtype != ours.dtype:
+            raise InvalidInputError(
+                f"state: units[{name!r}] are {saved.dtype} of shape {saved.shape}; expected {ours.dtype} of shape "
+                f"{specs[name].shape}"
+            )
+        units[name] = saved.reshape(-1)
+    buckets.fill(residuals, velocities, units)
     return buckets
 
 

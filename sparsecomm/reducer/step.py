@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,10 @@ from sparsecomm.states.weights import FirstStep, checksum
 from sparsecomm.tensors.interop import Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
+
+# Returns whether a step is usable, given `Step.left` and the largest magnitude in all sums.
+Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -166,8 +171,8 @@ class OpenStep:
         if self._first_step is not None and error_of(self._first_step[0]) is None:
             self._first_step[1].warn()
 
-    def settle(self) -> tuple[BaseException | None, Step]:
-        """Wait for the step's calls.
+    def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
+        """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
 
         Returns:
             The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
@@ -183,6 +188,8 @@ class OpenStep:
         if self.unsummed and skips:  # no call has committed yet, so the whole step fails
             self.unsummed = names
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
+        if usable and skips and accept is not None and not self.unsummed:
+            usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
         usable = usable and all(call.usable for _, call in self._calls)
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
