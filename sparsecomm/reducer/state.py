@@ -55,7 +55,7 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
-    lambda state: {**state, "units": {}},
+    lambda state: {"moments": {}, **state, "units": {}},  # "moments" of optimizers that now have them here
 )
 
 
