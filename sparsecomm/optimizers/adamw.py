@@ -669,7 +669,10 @@ def read_moments(
         last, exponents = last.astype(np.int32).reshape(-1), None
         if eps is not None:
             if saved_part is not None:
-                raise InvalidInputError(f"state: it has no units, and only a part of the moments of {name}")
+                raise InvalidInputError(
+                    f"state: it has no units, and only a part of the moments of {name}; load the state that contains "
+                    "its residuals, or for PyTorch what consolidate_state_dict() returned"
+                )
             exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
             arrays["squares"][(last == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
         last, found = (
