@@ -411,7 +411,7 @@ class AdamWExchange(AutogradExchange):
                 entry |= self.usable_state(parameter, entry)
                 fields = [None if (t := entry.get(key)) is None else _flat(t) for key in FIELDS]
                 adamw.replace(name, Moments(*fields), int(entry["step"]))  # type: ignore[arg-type]
-            elif self._has_units(name):
+            elif name in adamw.moments or self._has_units(name):
                 adamw.replace(name, None, 0)
             self._note(name)
 
@@ -443,7 +443,7 @@ class AdamWExchange(AutogradExchange):
             entry = _without_moments(entry)
         else:
             found = self._found(name, entry, tuple(found.get("part", part)))
-        eps = None if self._has_units(name, prepared) else self.rules()[name].eps
+        eps = None if not spec.size or self._has_units(name, prepared) else self.rules()[name].eps
         moments, count, exponents = read_moments(found, spec, part, eps)
         with self.adamw.on_stream(spec):
             if exponents is not None:
@@ -541,21 +541,16 @@ class AdamWExchange(AutogradExchange):
             state["moments"][name] = {**fields, "step": adamw.steps[name], "part": list(adamw.parts[name])}
         return state
 
-    def prepare_state(self, state: State) -> PreparedState:
-        prepared = super().prepare_state(state)
-        if not prepared.fields["units"] and self.adamw.moments:  # an older version: units come from second moments
-            with prepared.buckets.on_current_stream():
-                for name, exponents in prepared.buckets.arrays()[2].items():
-                    exponents[:] = self.reducer.exponents(name)
-        return prepared
-
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, with its moments. Collective."""
 
         def prepare(undo: Undo) -> Prepared:
-            prepared, states = self.prepare_state(state), self.optimizer.state
-            found = {}
-            for name, saved in prepared.fields["moments"].items() if prepared.fields["units"] else ():
+            prepared, states, found = self.prepare_state(state), self.optimizer.state, dict[str, dict[str, Any]]()
+            if not prepared.fields["units"]:  # an older version, whose moments are only in the optimizer's state
+                with prepared.buckets.on_current_stream():
+                    for name, exponents in prepared.buckets.arrays()[2].items():
+                        exponents[:] = self.reducer.exponents(name)
+            for name, saved in prepared.fields["moments"].items():
                 fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
                 entry = {**fields, "step": saved["step"]}
                 found[name] = self.usable_state(self.named[name], entry, prepared)

@@ -170,7 +170,12 @@ def test_residuals_stay_whatever_happens_to_moments(change: str) -> None:
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
-LARGE = {"number": (), "matrix": (70, 90), "bias": (11,)}  # so that two or three ranks own some of it
+LARGE = {
+    "number": (),
+    "matrix": (70, 90),
+    "bias": (11,),
+    "nothing": (0, 3),
+}  # so that two or three ranks own some of it
 
 
 class Parts:
@@ -380,7 +385,7 @@ def test_bfloat16_weights_train_as_with_float32_copies(P: int) -> None:
         mine.steps(12)
         for p, copied in zip(mine.named.values(), mine.copies, strict=True):
             differ = (p.detach() != copied.detach().bfloat16()).sum()
-            assert differ <= p.numel() // 1000 if P > 1 else p.ndim != 2 or differ > 100
+            assert differ <= p.numel() // 1000 if P > 1 else p.numel() < 1000 or differ > 100
 
     run(P, program)
 
