@@ -467,7 +467,7 @@ class LazyAdamW:
             residual[index] = converted
 
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
-        """Make all units those of the owners' second moments, after dense steps. Collective."""
+        """Make all units those of the owners' second moments above zero, after dense steps. Collective."""
         found = []
         for i, bucket in enumerate(self._reducer.buckets):
             exponents, rank = bucket.exponents, self._reducer.transport.rank
@@ -480,7 +480,7 @@ class LazyAdamW:
                     new = unit_exponents(xp, moments.squares, eps)
                     old = self._reducer.exponents(name)[part.begin : part.end]
                     first = begin + part.offset
-                    own[first : first + part.end - part.begin] = xp.where(moments.last > 0, new, old)
+                    own[first : first + part.end - part.begin] = xp.where(moments.squares > 0, new, old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
             sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
             found.append(sums.dense.astype(exponents.dtype))

@@ -13,6 +13,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend
+from sparsecomm.reducer import bucket
 from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.optimizers import adapters
@@ -23,89 +24,141 @@ Arrays = dict[str, np.ndarray]
 gradients = partial(adapters.gradients, shapes=SHAPES)
 weights = partial(adapters.weights, SHAPES)
 
-every_size = pytest.mark.parametrize("P", [1, 2, 5])
+every_size = pytest.mark.parametrize("P", [1, 2, 3, 5])
+MIN_OWNED = 80  # elements of an owner, so that 5 ranks have 4 owners
+
+
+@pytest.fixture(autouse=True)
+def several_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "_MIN_OWNED", MIN_OWNED)
 
 
 class Oracle:
     """All ranks' steps in flat vectors of float64: the rule of `sparsecomm.optimizers.adamw`, with exact values."""
 
-    def __init__(self, P: int, density: float, **rule: Any) -> None:
-        self.P, self.density, self.rule = P, density, rule
+    def __init__(self, P: int, **rule: Any) -> None:
+        self.P, self.rule = P, rule
         order = list(reversed(SHAPES))  # in which tensors lie in the only bucket
         self.names = [name for name in order if np.prod(SHAPES[name])]
         self.sizes = [int(np.prod(SHAPES[name])) for name in self.names]
-        n = sum(self.sizes)
+        self.n = n = sum(self.sizes)
+        self.owners = min(P, max(1, n // MIN_OWNED))
         self.w = self.flat({name: w.astype(float) for name, w in weights().items()})
         self.m, self.v, self.last, self.t = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
-        self.start: np.ndarray | None = None
-        self.residuals = np.zeros((P, n))
+        self.unit, self.lag = np.zeros(n), False  # the unit's exponent of two
+        self.residuals = np.zeros((P, n))  # times units
         decay = rule["weight_decay"]
-        self.decay = self.flat(
-            {
-                name: np.full(shape, decay.get(name, 0) if isinstance(decay, dict) else decay)
-                for name, shape in SHAPES.items()
-            }
-        )
+        of_name = {name: decay.get(name, 0) if isinstance(decay, dict) else decay for name in SHAPES}
+        self.decay = self.flat({name: np.full(shape, of_name[name]) for name, shape in SHAPES.items()})
 
     def flat(self, arrays: Arrays) -> np.ndarray:
         given = [arrays.get(name) for name in self.names]
         parts = [np.full(n, np.nan) if x is None else np.ravel(x) for n, x in zip(self.sizes, given, strict=True)]
         return np.concatenate(parts).astype(float)
 
-    def step(self, everyones: list[Arrays], lr: float) -> None:
-        (b1, b2), eps, rows = self.rule["betas"], self.rule["eps"], np.stack([self.flat(g) for g in everyones])
-        n, P, there = self.w.size, self.P, ~np.isnan(rows)
+    def step(self, everyones: list[Arrays], lr: float, density: float) -> None:
+        rows = np.stack([self.flat(g) for g in everyones])
+        there = ~np.isnan(rows)
         rows = np.where(there, rows, 0)
-        if self.start is None:
-            means = [np.square(part).sum() / P for part in np.split(rows, np.cumsum(self.sizes)[:-1], axis=1)]
-            overall = sum(means) / n
+        if not self.t.any():
+            means = [np.square(part).sum() / self.P for part in np.split(rows, np.cumsum(self.sizes)[:-1], axis=1)]
+            overall = sum(means) / self.n
             means = [total / size or overall for total, size in zip(means, self.sizes, strict=True)]
-            self.start = 0.2 * (1 - b2) * np.repeat(means, self.sizes)
+            self.unit = self.target(0.2 * (1 - self.rule["betas"][1]) * np.repeat(means, self.sizes))
         self.t += there.any(0)
-        root = np.sqrt(np.where(self.last == 0, self.start, self.v)) + eps
-        unit = 2.0 ** np.floor(np.log2(root))  # in which entries are selected
         kept_back, waiting = np.where(there, 0, self.residuals), np.where(there, self.residuals, 0) + rows
-        k = max(1, round(self.density * n))
-        owners, mean = min(P, max(1, k // 16)), np.zeros(n)
+        if density == 1:
+            self.update(np.flatnonzero(there.any(0)), waiting.sum(0) / self.P, lr)
+            waiting[:], self.lag = 0, True
+        else:
+            if self.lag:
+                self.unit, self.lag = np.where(self.v > 0, self.target(self.v), self.unit), False
+            mean = self.exchange(waiting, max(1, round(density * self.n)))
+            self.update(np.flatnonzero(mean), mean, lr)
+            self.unit += np.where(mean != 0, np.sign(self.target(self.v) - self.unit), 0)
+        self.residuals = waiting + kept_back
+
+    def target(self, squares: np.ndarray) -> np.ndarray:
+        return np.floor(np.log2(np.sqrt(squares) + self.rule["eps"]))
+
+    def exchange(self, waiting: np.ndarray, k: int) -> np.ndarray:
+        """Take the largest entries from what waits, and return their means."""
+        n, owners, mean, k = self.n, self.owners, np.zeros(self.n), max(k, self.owners)
         for owner in range(owners):
             own = slice(n * owner // owners, n * (owner + 1) // owners)
             count = k * (owner + 1) // owners - k * owner // owners
-            sums = waiting[owner, own].copy()
-            for rank in range(P):
+            sums, unit = waiting[owner, own].copy(), 2.0 ** self.unit[own]
+            for rank in range(self.P):
                 if rank != owner:
-                    indices, _ = reference.topk(waiting[rank, own] / unit[own], count)
+                    indices, _ = reference.topk(waiting[rank, own] / unit, count)
                     sums[indices] += waiting[rank, own][indices]
                     waiting[rank, own][indices] = 0
-            indices, _ = reference.topk(sums / unit[own], count)
-            mean[own][indices] = sums[indices] / P
+            indices, _ = reference.topk(sums / unit, count)
+            mean[own][indices] = sums[indices] / self.P
             sums[indices] = 0
             waiting[owner, own] = sums
-        self.residuals = waiting + kept_back
-        i = np.flatnonzero(mean)
+        return mean
+
+    def update(self, i: np.ndarray, mean: np.ndarray, lr: float) -> None:
         a, t = self.t[i] - self.last[i], self.t[i]
-        g = mean[i] / a
-        self.m[i] = b1**a * self.m[i] + (1 - b1**a) * g
-        self.v[i] = b2**a * self.v[i] + (1 - b2**a) * a * g * g
-        step = (self.m[i] / (1 - b1**t)) / (np.sqrt(self.v[i] / (1 - b2**t)) + eps)
-        self.w[i] = (1 - lr * self.decay[i]) ** a * self.w[i] - a * lr * step
+        values = self.w[i], self.m[i], self.v[i]
+        self.w[i], self.m[i], self.v[i] = adamw(*values, mean[i] / a, a, t, lr, self.decay[i], **self.rule)
         self.last[i] = t
 
 
-@every_size
-@pytest.mark.parametrize("weight_decay", [0.1, {"matrix": 0.3}], ids=["of all", "by name"])
-@pytest.mark.parametrize("density", [0.04, 0.3])
-@pytest.mark.parametrize("lacking", [False, True])
-def test_weights_are_the_oracles(P: int, density: float, weight_decay: Any, lacking: bool) -> None:
-    rule = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
-    oracle, steps = Oracle(P, density, **rule), 12
+def adamw(w: Any, m: Any, v: Any, g: Any, a: Any, t: Any, lr: Any, decay: Any, betas: Any, eps: Any, **_: Any) -> Any:
+    """Return weights, means and squares after ``a`` steps, the last of which is ``t``, with a mean gradient ``g``."""
+    b1, b2 = betas
+    m = b1**a * m + (1 - b1**a) * g
+    v = b2**a * v + (1 - b2**a) * a * g * g
+    step = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    return (1 - lr * decay) ** a * w - a * lr * step, m, v
 
+
+def whole(states: list[Any]) -> tuple[dict[str, Any], Arrays]:
+    """Return all moments as flat arrays, and the units, from the states of all ranks."""
+    one = sc.reshard(states, 0, 1)
+    moments = {
+        name: {key: each if each is None or key == "step" else np.ravel(each) for key, each in its.items()}
+        for name, its in one["moments"].items()
+    }
+    bias = {np.dtype(np.uint8): 127, np.dtype(np.uint16): 1023}
+    units = {name: np.ldexp(1.0, e.ravel().astype(int) - bias[e.dtype]) for name, e in one["units"].items()}
+    return moments, units
+
+
+def check_equal(results: list[Any]) -> None:
+    """Weights and units are the same on all ranks, and each element has one owner. Results: weights and a state."""
+    first, state = results[0]
+    for mine, its in results:
+        assert all(data.same_bits(mine[name], first[name]) for name in first)
+        assert all(data.same_bits(its["units"][name], state["units"][name]) for name in first)
+    for name, w in first.items():
+        bounds = [its["moments"][name]["part"] for _, its in results]
+        parts = sorted((begin, end) for begin, end in bounds if begin < end)
+        assert [0, *(end for _, end in parts)] == [*(begin for begin, _ in parts), w.size], name
+        for _, its in results:
+            moments = its["moments"][name]
+            lengths = {len(moments[key]) for key in ("mean", "squares", "last")}
+            assert lengths == {moments["part"][1] - moments["part"][0]}
+
+
+@every_size
+@pytest.mark.parametrize("density", [0.04, 0.3, "both", 1.0])
+@pytest.mark.parametrize("lacking", [False, True])
+def test_weights_are_the_oracles(P: int, density: Any, lacking: bool) -> None:
+    """Also by a schedule that begins with dense steps, and makes one in between."""
+    rule: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": {"matrix": 0.3}}
+    steps = 12
+    schedule = (lambda step: 1.0 if step in (0, 1, 2, 8) else 0.2) if density == "both" else lambda step: density
+    oracle = Oracle(P, **rule)
     pushed = partial(adapters.given, P=P, shapes=SHAPES) if lacking else gradients
     for step in range(steps):
-        oracle.step([pushed(step, rank) for rank in range(P)], 0.01 * (step + 1))
+        oracle.step([pushed(step, rank) for rank in range(P)], 0.01 * (step + 1), schedule(step))
 
-    def program(transport: simulated.SimulatedTransport) -> Arrays:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, density=density, wire="packed", comm=transport, **rule)
+        optimizer = sc.SparseAdamW(mine, density=schedule, wire="packed", comm=transport, **rule)
         for step in range(steps):
             optimizer.lr, before = 0.01 * (step + 1), mine["matrix"].copy()
             done = optimizer.step(pushed(step, transport.rank))
@@ -114,44 +167,99 @@ def test_weights_are_the_oracles(P: int, density: float, weight_decay: Any, lack
             if lacking and 4 <= step < 6:
                 assert "matrix" in done.without_gradient
                 assert data.same_bits(mine["matrix"], before)
-        return mine
+        return mine, optimizer.state_dict()
 
-    results = run(P, program)
-    for mine in results:
-        np.testing.assert_allclose(oracle.flat(mine), oracle.w, rtol=2e-4, atol=2e-5)
-        assert all(data.same_bits(mine[name], results[0][name]) for name in mine)
+    check_equal(results := run(P, program))
+    mine, state = results[0]
+    np.testing.assert_allclose(oracle.flat(mine), oracle.w, rtol=2e-4, atol=2e-5)
+    moments, units = whole([state for _, state in results])
+    np.testing.assert_array_equal(oracle.flat(units), 2.0**oracle.unit)
+    for key, expected in {"mean": oracle.m, "squares": oracle.v, "last": oracle.last}.items():
+        found = oracle.flat({name: its[key] for name, its in moments.items()})
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+    for rank, (_, its) in enumerate(results):
+        waiting = oracle.flat(its["residuals"]) * 2.0**oracle.unit
+        np.testing.assert_allclose(waiting, oracle.residuals[rank], rtol=1e-3, atol=1e-3)
 
 
 @every_size
-@pytest.mark.parametrize("wire", ["packed_int2", "packed"])
-def test_nothing_is_lost(P: int, wire: str) -> None:
-    """Every gradient is in the means that were applied, or waits in residuals, times the root of second moments."""
-    steps, rule = 20, {"betas": (0.0, 0.9), "weight_decay": 0.0}
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [("float32", "auto"), ("float32", "plain"), ("bfloat16", "auto"), ("float16", "packed"), ("float64", "auto")],
+)
+@pytest.mark.parametrize("lacking", [False, True])
+def test_nothing_is_lost(P: int, dtype: str, wire: str, lacking: bool) -> None:
+    """Gradients are in the means that were applied, or wait in residuals; weights plus compensations are AdamW's.
 
-    def program(transport: simulated.SimulatedTransport) -> tuple[Arrays, Arrays]:
-        mine = weights()
-        optimizer = sc.SparseAdamW(mine, 1e-3, density=0.1, wire=wire, comm=transport, **rule)
-        left = {name: np.zeros(w.shape) for name, w in mine.items()}
-        applied = copy.deepcopy(left)
+    The means that were applied follow from the first moments, so this holds for all formats, whatever they round. The
+    gradients of some weights cancel in the first step, which is dense. Their units must not become eps.
+    """
+    real, steps, rule = data.DTYPES[dtype], 16, {"betas": (0.5, 0.9), "weight_decay": 0.1, "eps": 1e-8}
+    schedule = lambda step: 1.0 if step in (0, 6) else 0.1  # noqa: E731
+
+    def pushed(step: int, rank: int) -> Arrays:
+        found = adapters.given(step, rank, P, SHAPES) if lacking else gradients(step, rank)
+        return {name: g.astype(real) for name, g in found.items()}
+
+    def program(transport: simulated.SimulatedTransport) -> list[Any]:
+        mine, found = {name: w.astype(real) for name, w in weights().items()}, []
+        optimizer = sc.SparseAdamW(mine, 1e-2, density=schedule, wire=wire, comm=transport, **rule)
         for step in range(steps):
-            g = gradients(step, transport.rank)
-            before = optimizer.state_dict()["moments"]
-            optimizer.step(g)
-            after = optimizer.state_dict()["moments"]
-            for name, its in after.items():
-                left[name] += g[name]
-                waited = step + 1 - before[name]["last"] if before else 1
-                moved = its["last"] == step + 1  # m is the mean gradient, as it keeps nothing
-                applied[name] += np.where(moved, its["mean"] * waited, 0)
-        waits = optimizer.state_dict()["residuals"]
-        for name, its in after.items():
-            left[name] -= waits[name] * 2.0 ** np.floor(np.log2(np.sqrt(its["squares"]) + np.float32(1e-8)))
-        return applied, left
+            assert optimizer.step(pushed(step, transport.rank)).usable
+            found.append(copy.deepcopy((mine, optimizer.state_dict())))
+        return found
 
     results = run(P, program)
-    for name, applied in results[0][0].items():
-        left = sum(left[name] for _, left in results)
-        np.testing.assert_allclose(applied * P, left, rtol=1e-3, atol=1e-3 * (1 + np.abs(left).max(initial=0)))
+    pairs = {
+        name: (w.astype(real).astype(float).ravel(), np.zeros((4, w.size))) for name, w in weights().items() if w.size
+    }
+    for step, (everyones, outcomes) in enumerate(
+        zip([[pushed(step, rank) for rank in range(P)] for step in range(steps)], zip(*results, strict=True), strict=True)
+    ):
+        check_equal([*outcomes])
+        moments, units = whole([state for _, state in outcomes])
+        for name, (w, (m, v, last, left)) in pairs.items():
+            its = {key: None if x is None else np.asarray(x, float) for key, x in moments[name].items()}
+            t, moved = moments[name]["step"], its["last"] > last
+            assert np.array_equal(its["last"][moved], np.full(moved.sum(), t))
+            a = np.where(moved, t - last, 1)
+            g = np.where(moved, (its["mean"] - 0.5**a * m) / (1 - 0.5**a), 0)
+            left += sum((grads[name].astype(float).ravel() for grads in everyones if name in grads), np.zeros(w.size))
+            left -= np.where(moved, P * g * a, 0)
+            waits = sum(state["residuals"][name].astype(float).ravel() * units[name] for _, state in outcomes)
+            np.testing.assert_allclose(left, waits, rtol=1e-3, atol=1e-4 * (1 + np.abs(left).max()))
+            new = adamw(w, m, v, g, a, max(t, 1), 1e-2, 0.1, **rule)
+            for array, values in zip((w, m, v), new, strict=True):
+                array[:] = np.where(moved, values, array)
+            np.testing.assert_allclose(its["squares"], v, rtol=1e-3, atol=1e-5 * v.max())
+            m[:], v[:], last[:] = its["mean"], its["squares"], its["last"]
+            found = outcomes[0][0][name].astype(float).ravel()
+            if P > 1 or real in (np.float32, np.float64):
+                exact = found if its["compensation"] is None else found + its["compensation"]
+                np.testing.assert_allclose(exact, w, rtol=1e-4, atol=1e-5)
+                w[:] = exact
+            else:
+                w[:] = found
+
+
+def test_16_bit_weights_keep_updates_that_rounding_would_lose() -> None:
+    """With several ranks, bfloat16 weights are float32 ones, rounded: 100 updates of 2^-14 move a weight of 1."""
+
+    def program(transport: simulated.SimulatedTransport, dtype: Any, density: float) -> Arrays:
+        mine = {"w": np.ones(300, dtype)}
+        rule: dict[str, Any] = {"weight_decay": 0.0, "betas": (0.0, 0.0), "wire": "packed", "density": density}
+        optimizer = sc.SparseAdamW(mine, 2.0**-14, comm=transport, **rule)
+        for step in range(100):
+            optimizer.step({"w": (1 + (np.arange(300) + step) % 3 + transport.rank).astype(dtype)})
+        return mine
+
+    narrow, wide = data.DTYPES["bfloat16"], np.float32
+    for density in (1.0, 0.2):
+        found = {dtype: run(2, lambda t, d=dtype, s=density: program(t, d, s))[1]["w"] for dtype in (narrow, wide)}
+        assert data.same_bits(found[narrow], found[wide].astype(narrow))
+        assert (found[wide] < 1 - 2.0**-9).all()
+    alone = run(1, lambda transport: program(transport, narrow, 1.0))[0]["w"]
+    assert (alone == 1).all()  # so this training needs the compensation
 
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
