@@ -312,19 +312,55 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
 
 
 @pytest.mark.parametrize("density", [0.1, 1.0])
+def test_an_overflow_at_one_owner_drops_only_what_overflows(density: float) -> None:
+    """The entries of other owners wait for the next step, and no rank changes anything."""
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        mine = {"a": np.ones(4 * MIN_OWNED, np.float32), "b": np.ones(7, np.float32)}
+        optimizer = sc.SparseAdamW(mine, comm=transport, density=density, wire="packed")
+        optimizer.step({name: w * (1 + transport.rank) for name, w in mine.items()})
+        before = copy.deepcopy((mine, optimizer.state_dict()))
+        g = {name: np.zeros(w.shape, np.float32) for name, w in mine.items()}
+        g["a"][[3, 250]] = 1 + transport.rank, 2
+        optimizer.reducer.residual("a")[5] += 1e37 * np.sign(transport.rank - 1)  # the sum is far above zero
+        waited = {name: optimizer.reducer.residual(name).copy() for name in mine}
+        done = optimizer.step(g)
+        assert not done.usable
+        assert done.number == 1
+        after = optimizer.state_dict()
+        assert data.same_bits(after["units"]["a"], before[1]["units"]["a"])
+        for name, w in before[0].items():
+            assert data.same_bits(mine[name], w)
+            for key in ("mean", "squares", "last", "compensation"):
+                assert data.same_bits(after["moments"][name][key], before[1]["moments"][name][key])
+        unit = np.ldexp(1.0, after["units"]["a"].astype(int) - 127)
+        expected = np.where(np.arange(len(unit)) == 5, 0, waited["a"] + g["a"] / unit)
+        np.testing.assert_allclose(after["residuals"]["a"], expected, rtol=1e-6)
+        rng = np.random.default_rng(transport.rank)
+        for _ in range(3):
+            later = {name: rng.standard_normal(w.shape).astype(np.float32) for name, w in mine.items()}
+            assert optimizer.step(later).usable
+        return mine, optimizer.state_dict()
+
+    check_equal(run(4, program))
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
 def test_sums_are_freed_without_the_garbage_collector(density: float) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
-        optimizer = sc.SparseAdamW({"w": np.ones(1000, np.float32)}, comm=transport, density=density)
-        gradient = np.linspace(-1, 2 + transport.rank, 1000, dtype=np.float32)
+        optimizer, sums = sc.SparseAdamW({"w": np.ones(1000, np.float32)}, comm=transport, density=density), []
+        gradient, adamw = np.linspace(-1, 2 + transport.rank, 1000, dtype=np.float32), optimizer._adamw
+        decided = type(adamw).decided
 
-        def step() -> weakref.ref[Any]:
-            sums = optimizer.step({"w": gradient}).left["w"]
-            return weakref.ref(sums.values if density < 1 else sums.dense)
+        def watch(bucket: Any, outcome: Any) -> None:
+            sums.append(weakref.ref(outcome.result.dense if density == 1 else outcome.result.values))
+            decided(adamw, bucket, outcome)
 
-        sums = step()
-        step()
-        step()
-        assert sums() is None
+        adamw.decided = watch  # type: ignore[method-assign]
+        for _ in range(3):
+            optimizer.step({"w": gradient})
+        assert len(sums) == 3
+        assert sums[0]() is None
 
     gc.disable()
     try:
@@ -375,37 +411,249 @@ def test_other_types(dtype: str) -> None:
 # -- states, other ranks, and what goes wrong -------------------------------------------------------------------------
 
 
-def test_a_step_that_stopped_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(transport: simulated.SimulatedTransport) -> Arrays:
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuilds: bool) -> None:
+    """`step` completes it, and so does `rebuild`: all bits are as without the interrupt."""
+    failed = set()
+
+    def program(transport: simulated.SimulatedTransport, at: int | None) -> Any:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=0.5)
+        optimizer, made = sc.SparseAdamW(mine, 0.01, comm=transport, density=density), []
         optimizer.step(gradients(0, transport.rank))
-        backend, made = CpuBackend(1), []
+        adamw, backend = optimizer._adamw, CpuBackend(1)
 
         class Failing:
             def __getattr__(self, name: str) -> Any:
+                made.append(name)
+                if len(made) - 1 == at:
+                    raise MemoryError
                 return getattr(backend, name)
 
-            def adamw(self, *arguments: Any) -> Any:
-                made.append(arguments)
-                if len(made) == 2:
-                    raise MemoryError
-                return backend.adamw(*arguments)
-
-        with monkeypatch.context() as patch:
-            if transport.rank == 1:
-                adamw = optimizer._adamw
-                patch.setattr(adamw, "_backends", dict.fromkeys(adamw._backends, Failing()))
-                with pytest.raises(MemoryError):
-                    optimizer.step(gradients(1, transport.rank))
+        if transport.rank == 0 and at is not None:
+            kept, adamw._backends = adamw._backends, dict.fromkeys(adamw._backends, Failing())
+            try:
+                optimizer.step(gradients(1, transport.rank))
+            except MemoryError:
+                failed.add(at)
                 with pytest.raises(sc.InvalidInputError, match=r"call step\(\) again to complete it"):
                     optimizer.state_dict()
+                if not rebuilds:
+                    optimizer.step(gradients(1, transport.rank))
+            adamw._backends = kept
+        else:
             optimizer.step(gradients(1, transport.rank))
-        optimizer.step(gradients(2, transport.rank))
-        return mine
+        if rebuilds:
+            optimizer.rebuild(transport)
+        for step in range(2, 4):
+            optimizer.step(gradients(step, transport.rank))
+        return copy.deepcopy((mine, optimizer.state_dict()))
 
-    for mine in (results := run(2, program)):
-        assert all(data.same_bits(mine[name], results[0][name]) for name in mine)
+    expected = run(P, lambda transport: program(transport, None))
+    for at in range(6):
+        found = run(P, lambda transport, at=at: program(transport, at))
+        check_equal(found)
+        for (mine, state), (theirs, other) in zip(found, expected, strict=True):
+            assert all(data.same_bits(mine[name], theirs[name]) for name in mine)
+            check_same(state, other)
+    assert failed >= {0, 1, 2}
+
+
+def check_same(state: Any, other: Any) -> None:
+    for key in ("residuals", "units"):
+        assert all(data.same_bits(state[key][name], other[key][name]) for name in other[key])
+    for name, its in other["moments"].items():
+        assert all(data.same_bits(np.asarray(state["moments"][name][key]), np.asarray(x)) for key, x in its.items())
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_training_resumes_from_a_state_after_any_step(P: int) -> None:
+    """With the same bits, also between dense steps and the refresh of units."""
+    schedule = lambda step: 1.0 if step in (0, 1, 4) else 0.2  # noqa: E731
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine, saved = weights(), []
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=schedule)
+        for step in range(8):
+            saved.append(copy.deepcopy((mine, optimizer.state_dict())))
+            optimizer.step(gradients(step, transport.rank))
+        for step, (begun, state) in enumerate(saved):
+            other = sc.SparseAdamW(begun, 0.01, comm=transport, density=schedule)
+            other.load_state_dict(state)
+            check_same(other.state_dict(), state)
+            for later in range(step, 8):
+                other.step(gradients(later, transport.rank))
+            check_same(other.state_dict(), optimizer.state_dict())
+            assert all(data.same_bits(mine[name], begun[name]) for name in mine)
+
+    run(P, program)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 3), (1, 4), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resharded_states_keep_everything(sizes: tuple[int, ...], dtype: str) -> None:
+    """Moments, compensations and units of each weight, and the sums of residuals."""
+    real, steps = data.DTYPES[dtype], 4
+
+    def begin(transport: simulated.SimulatedTransport, states: list[Any], mine: Arrays, first: int) -> Any:
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=0.2)
+        loaded = None
+        if states:
+            optimizer.load_state_dict(sc.reshard(states, transport.rank, transport.size))
+            loaded = copy.deepcopy(optimizer.state_dict())
+        for step in range(first, first + steps):
+            optimizer.step({name: g.astype(real) for name, g in gradients(step, transport.rank).items()})
+        return mine, optimizer.state_dict(), loaded
+
+    states: list[Any] = []
+    mine = {name: w.astype(real) for name, w in weights().items()}
+    for i, P in enumerate(sizes):
+        found = run(P, lambda t, s=states, m=mine, n=i: begin(t, s, copy.deepcopy(m), n * steps))  # type: ignore[misc]
+        check_equal([each[:2] for each in found])
+        if states:
+            (before, units), (after, others) = whole(states), whole([loaded for *_, loaded in found])
+            for name, its in before.items():
+                lost = its.pop("compensation"), after[name].pop("compensation")
+                assert all(data.same_bits(np.asarray(x), np.asarray(after[name][key])) for key, x in its.items())
+                none = np.zeros(its["last"].size, np.float32)
+                ours, theirs = (none if each is None else each for each in lost)
+                np.testing.assert_array_equal(ours, theirs)
+                np.testing.assert_array_equal(units[name], others[name])
+                sums = (sum(s["residuals"][name] for s in each) for each in (states, [each[2] for each in found]))
+                np.testing.assert_allclose(*sums, rtol=1e-5, atol=1e-5)
+        mine, states = found[0][0], [state for _, state, _ in found]
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_states_of_version_2_load(P: int) -> None:
+    """They have whole moments, the same on all ranks, and no units, which were sqrt(v) + eps at any time.
+
+    A weight that was not updated yet has a second moment for its unit.
+    """
+    rng, step = np.random.default_rng(4), 9
+    moments: dict[str, Any] = {}
+    for name, shape in SHAPES.items():
+        last = np.array(rng.integers(0, step + 1, shape), np.int32)
+        mean = np.where(last > 0, rng.standard_normal(shape), 0).astype(np.float32)
+        squares = np.array(10.0 ** rng.uniform(-6, 2, shape), np.float32)
+        moments[name] = {"mean": mean, "squares": squares, "last": last, "step": step}
+    waiting = [{name: its["mean"] * 0.1 * rank for name, its in moments.items()} for rank in range(P)]
+    given = copy.deepcopy(moments)
+    rule: dict[str, Any] = {"density": 1.0, "eps": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, **rule)
+        state = {key: x for key, x in optimizer.state_dict().items() if key not in ("units", "units_lag")}
+        state |= {"format": "SparseAdamW 2", "step": step, "moments": given, "residuals": waiting[transport.rank]}
+        optimizer.load_state_dict(state)
+        loaded = copy.deepcopy(optimizer.state_dict())
+        optimizer.step(gradients(step, transport.rank))
+        if transport.rank == P - 1 > 0:
+            state["moments"] = copy.deepcopy(given)
+            state["moments"]["bias"]["squares"][3] *= 16
+        if P > 1:
+            with pytest.raises(sc.InvalidInputError, match="differ in moments"):
+                optimizer.load_state_dict(state)
+        return mine, optimizer.state_dict(), loaded
+
+    results = run(P, program)
+    assert all(data.same_bits(given[name]["squares"], its["squares"]) for name, its in moments.items())
+    check_equal([each[:2] for each in results])
+    found, units = whole([loaded for *_, loaded in results])
+    for name, its in moments.items():
+        root, updated = np.sqrt(its["squares"].ravel()) + np.float32(1e-3), its["last"].ravel() > 0
+        np.testing.assert_array_equal(units[name], 2.0 ** np.floor(np.log2(root)))
+        np.testing.assert_array_equal(found[name]["squares"], np.where(updated, its["squares"].ravel(), 0))
+        total = sum(gradients(step, rank)[name].ravel() + waiting[rank][name].ravel() * units[name] for rank in range(P))
+        last, flat = its["last"].ravel(), [its[key].ravel().astype(float) for key in ("mean", "squares")]
+        a = step + 1 - last
+        flat[1] = np.where(updated, flat[1], 0)
+        arguments = weights()[name].ravel().astype(float), *flat, total / P / a, a, step + 1, 0.01, 0.1
+        expected = adamw(*arguments, betas=rule["betas"], eps=rule["eps"])[0]
+        np.testing.assert_allclose(results[0][0][name].ravel(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("density", [0.2, 1.0])
+def test_moments_of_a_lost_rank_are_made_from_units(density: float, caplog: pytest.LogCaptureFixture) -> None:
+    """During dense steps, which do not change units, from the others. A new rank brings nothing that it had."""
+
+    def begin(transport: simulated.SimulatedTransport) -> Any:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=density, betas=(0.9, 0.95))
+        for step in range(30):
+            optimizer.step(gradients(step, transport.rank))
+        return optimizer, copy.deepcopy(optimizer.state_dict())
+
+    old, stale = run(3, begin), run(1, begin)[0][0]
+    before, units = whole([state for _, state in old])
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        optimizer = stale if transport.rank == 1 else old[(0, 1, 2)[transport.rank]][0]
+        for name, w in old[0][0].weights.items():
+            optimizer.weights[name][...] = w
+        rebuilt = optimizer.rebuild(transport, joining=transport.rank == 1)
+        state = copy.deepcopy(optimizer.state_dict())
+        assert (rebuilt.ranks_lost, rebuilt.ranks_joined) == ((1,), (1,))
+        for step in range(30, 33):
+            assert optimizer.step(gradients(step, transport.rank)).usable
+        return optimizer.weights, optimizer.state_dict(), state
+
+    results = run(3, program)
+    check_equal([each[:2] for each in results])
+    after, others = whole([state for *_, state in results])
+    count = 0
+    for name, its in before.items():
+        begin_, end = old[1][1]["moments"][name]["part"]
+        count += end - begin_
+        np.testing.assert_array_equal(units[name], others[name])
+        is_lost = (np.arange(its["last"].size) >= begin_) & (np.arange(its["last"].size) < end)
+        for key in ("mean", "squares", "last", "compensation"):
+            np.testing.assert_array_equal(after[name][key][~is_lost], its[key][~is_lost])
+        assert not after[name]["mean"][is_lost].any()
+        assert not after[name]["compensation"][is_lost].any()
+        assert (after[name]["last"][is_lost] == 30).all()
+        ratio = (after[name]["squares"] / np.maximum(its["squares"], 1e-30))[is_lost & (its["last"] > 3)]
+        assert ratio.size == 0 or 0.4 < np.exp(np.log(ratio).mean()) < 2.5
+    assert f"rank 1: {count} moments were on lost ranks" in caplog.text
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_ranks_that_are_a_step_apart_go_on_together(behind: int) -> None:
+    def begin(transport: simulated.SimulatedTransport) -> Any:
+        mine = weights()
+        optimizer, adamw = sc.SparseAdamW(mine, 0.01, comm=transport, density=0.3), None
+        for step in range(5):
+            if step == 4 and transport.rank == behind:
+                adamw, bucket = optimizer._adamw, optimizer.reducer.buckets[0]
+                kept = copy.deepcopy((mine, adamw.moments, adamw.steps, bucket.exponents, bucket.residual))
+            optimizer.step(gradients(step, transport.rank))
+        if adamw is not None:  # as if the last call had failed on this rank
+            adamw.adopt(kept[1], kept[2])
+            bucket.exponents[:], bucket.residual[:] = kept[3:]
+            optimizer.reducer._open.number = 4
+            for name, w in kept[0].items():
+                mine[name][...] = w
+        state = optimizer.state_dict()
+        return optimizer, {name: w * np.exp2(state["units"][name] - 127.0) for name, w in state["residuals"].items()}
+
+    old = run(2, begin)
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        optimizer, waiting = old[transport.rank]
+        assert optimizer.rebuild(transport).steps_apart == 1
+        for name, w in old[0][0].weights.items():
+            optimizer.weights[name][...] = w
+        state = copy.deepcopy(optimizer.state_dict())
+        for name, w in state["residuals"].items():
+            np.testing.assert_allclose(w * np.exp2(state["units"][name] - 127.0), waiting[name], rtol=1e-6)
+        optimizer.load_state_dict(state)
+        for step in range(6, 9):
+            optimizer.step(gradients(step, transport.rank))
+        return optimizer.weights, optimizer.state_dict()
+
+    check_equal(run(2, program))
 
 
 @pytest.mark.parametrize(
