@@ -151,6 +151,7 @@ class LazyAdamW:
         new_moments: returns moments of zeros for this rank's part of a tensor; by default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
+        units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
     """
 
     def __init__(
@@ -175,14 +176,14 @@ class LazyAdamW:
         reducer.own(self)
         self.adopt({}, {})
 
-    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
+    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int], units_lag: bool = False) -> None:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
         self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
-        self._units_lag = False  # dense steps have changed moments, but not units
+        self.units_lag = units_lag
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
@@ -243,7 +244,7 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            if self._units_lag and reducer.density < 1:
+            if self.units_lag and reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
             self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
@@ -412,7 +413,7 @@ class LazyAdamW:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
-        self._units_lag = self._units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
+        self.units_lag = self.units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
@@ -455,7 +456,7 @@ class LazyAdamW:
             residual[index] = converted
 
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
-        """Make all units those of the owners' second moments, after dense steps. Collective."""
+        """Make all units those of the owners' second moments above zero, after dense steps. Collective."""
         found = []
         for i, bucket in enumerate(self._reducer.buckets):
             exponents, rank = bucket.exponents, self._reducer.transport.rank
@@ -468,26 +469,23 @@ class LazyAdamW:
                     new = unit_exponents(xp, moments.squares, eps)
                     old = self._reducer.exponents(name)[part.begin : part.end]
                     first = begin + part.offset
-                    own[first : first + part.end - part.begin] = xp.where(moments.last > 0, new, old)
+                    own[first : first + part.end - part.begin] = xp.where(moments.squares > 0, new, old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
             sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
             found.append(sums.dense.astype(exponents.dtype))
         for bucket, new in zip(self._reducer.buckets, found, strict=True):
-            residual, exponents = bucket.residual, bucket.exponents
-            with bucket.on_stream(None), np.errstate(over="ignore"):
-                max_ = np.finfo(residual.dtype).max
-                ratio = units(exponents, residual.dtype) / units(new, residual.dtype)
-                residual[:] = library_of(residual).clip(residual * ratio, -max_, max_)
-                exponents[:] = new
-        self._units_lag = False
+            with bucket.on_stream(None):
+                _use_units(bucket.residual, bucket.exponents, new)
+        self.units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
     def check_complete(self) -> None:
         """Check that the moments can be saved: no update was interrupted, and all moments are finite."""
-        if self._pending is not None:
+        if self._unfinished is not None:
             raise InvalidInputError(
-                "a step of AdamW was interrupted, or failed, while it changed weights; call step() again to complete it"
+                "a step of AdamW was interrupted, or failed, before it changed all weights; call step() again to "
+                "complete it"
             )
         for name, moments in self.moments.items():
             backend = self._backends[self.specs[name].device]
@@ -500,7 +498,18 @@ class LazyAdamW:
                             "older checkpoint"
                         )
 
-    def load(self, saved: Mapping[str, SavedMoments]) -> None:
+    @property
+    def _unfinished(self) -> Step | None:
+        """The outcome of the reducer's last step, if an interrupt prevented its update."""
+        last = self._reducer.last
+        return None if last is self.done or not self._outcomes else last
+
+    def complete(self) -> None:
+        """Make an update that an interrupt prevented. Call it before `Reducer.rebuild`."""
+        if (step := self._unfinished) is not None:
+            self.update(self._weights, step)
+
+    def load(self, saved: Mapping[str, SavedMoments], units_lag: bool = False) -> None:
         """Use the moments of a state, and its units if the reducer's state had none."""
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
@@ -514,7 +523,7 @@ class LazyAdamW:
                 if exponents is not None:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
-        self.adopt(moments, {name: its.step for name, its in saved.items()})
+        self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
 
     def _with_compensation(self, name: str, moments: Moments) -> Moments:
         """Return a single rank's moments with the compensation that several ranks had."""
@@ -526,21 +535,26 @@ class LazyAdamW:
         """Divide the moments among the ranks of a new communicator. Collective.
 
         Ranks that join, or all if the ranks were in different steps, take step counts and units from the first rank
-        that is not new. The moments of lost ranks are made from the units: zeros, and the squares of sqrt(2) units.
+        that is not new. The moments of lost ranks become zeros, and the squares of sqrt(2) units. Units do not follow
+        dense steps; then second moments become the mean of the tensor's others.
         """
         size, rank = transport.size, transport.rank
+        if rank in rebuilt.ranks_joined:
+            self.adopt({}, {})
         root = next(each for each in range(size) if each not in rebuilt.ranks_joined)
         counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
+        units_lag = np.array([self.units_lag])
         _broadcast(counts, root, transport)
+        _broadcast(units_lag, root, transport)
         steps = dict(zip(self.specs, counts[:, 1].tolist(), strict=True))
         begun = [name for name, here in zip(self.specs, counts[:, 0], strict=True) if here]
         if rebuilt.ranks_joined or rebuilt.steps_apart:
             for name in begun:
-                exponents = self._reducer.exponents(name)
-                with self.on_stream(self.specs[name]):
+                exponents, bucket = self._reducer.exponents(name), self._reducer.bucket(name)
+                with self.on_stream(self.specs[name]), bucket.on_stream(None):
                     host = to_host(exponents)
                     _broadcast(host, root, transport)
-                    exponents[:] = from_host(host, exponents)
+                    _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
         moments, lost = {}, 0
         for name in begun:
             with self.on_stream(self.specs[name]):
@@ -553,17 +567,23 @@ class LazyAdamW:
                     lost += int(missing.sum())
                     powers = units(to_host(self._reducer.exponents(name)[own])[missing], whole.squares.dtype)
                     whole.squares[own][missing], whole.last[own][missing] = 2 * np.square(powers), steps[name]
+                    if units_lag.any() and found.any():
+                        whole.squares[own][missing] = whole.squares[found].mean()
+                np.minimum(whole.last, steps[name], out=whole.last)  # the root may be a step behind
                 for ours, theirs in zip(made, whole, strict=True):
                     if ours is not None:
                         ours[:] = from_host(theirs[own], ours)
                 moments[name] = made
-        self.adopt(moments, steps)
+        self.adopt(moments, steps, bool(units_lag[0]))
         if lost:
             _log.warning(
-                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with the "
-                "squares of units, which are within a factor of 2. Load a checkpoint for exact ones",
+                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
+                "Load a checkpoint for exact ones",
                 rank,
                 f"{lost:,}",
+                "the mean of the tensor's others"
+                if units_lag[0]
+                else "the squares of units, mostly within a factor of 2",
             )
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
@@ -590,6 +610,15 @@ class LazyAdamW:
     def replicated(self) -> dict[str, Array]:
         """Return the exponents of all units by name. They must be equal on all ranks."""
         return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
+
+
+def _use_units(residual: Array, exponents: Array, new: Array) -> None:
+    """Replace the exponents of units, and convert a residual. New exponents of zero do not count."""
+    with np.errstate(all="ignore"):
+        xp, dtype, max_ = library_of(residual), residual.dtype, np.finfo(residual.dtype).max
+        ratio = units(exponents, dtype) / units(new, dtype)
+        residual[:] = xp.where(residual != 0, xp.clip(residual * ratio, -max_, max_), residual)
+        exponents[:] = new
 
 
 def _broadcast(array: Array, root: int, transport: Transport) -> None:

@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
     """What all ranks know after a call.
 
     Attributes:
-        result: the updates of all weights; a `DenseSum` contains the new weights.
+        result: the updates of all weights, or the entries that would overflow; a `DenseSum` contains the new weights.
         indices, changes: elements whose units change, and the changes of their exponents.
         verdict: `FINE`, or why no rank may apply the step.
     """
@@ -132,15 +132,17 @@ class OwnedCall(BucketCall):
             changes = SparseVector.trusted(indices, values, sums.size, sums.shape)
         own, within = ((updates, changes), (verdict,)), [(begin, end) for begin, end, _ in shares]
         gathered = [own] if comm.size == 1 else gather_parcels(comm, own, ROUNDS, within)
-        indices = []
+        indices, verdicts = [], []
         for owner, ((theirs, changed), words), (begin, _, share) in zip(range(comm.size), gathered, shares):  # noqa: B905
             positions = changed.indices - begin
             if theirs.nnz > share or (changed.nnz and int(positions[-1]) >= theirs.nnz):
                 seen = f"{theirs.nnz} updates and changes at {positions[-1:]} instead of at most {share}"
                 raise comm.broken(owner, seen)
             indices.append(theirs.indices[positions])
-            verdict = max(verdict, *comm.checked_words(owner, words, 1))
-        total, signs = (backend.concatenate_entries([vectors[i] for vectors, _ in gathered]) for i in (0, 1))
+            verdicts += comm.checked_words(owner, words, 1)
+        verdict = max(verdicts)
+        parcels = [vectors for (vectors, _), theirs in zip(gathered, verdicts, strict=True) if theirs == verdict]
+        total, signs = (backend.concatenate_entries([vectors[i] for vectors in parcels]) for i in (0, 1))
         return Outcome(total, library_of(total.indices).concatenate(indices), signs.values, verdict)
 
     def _dense(self) -> Outcome:
