@@ -184,7 +184,6 @@ class LazyAdamW:
         self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
-        self._units_lag = False  # dense steps have changed moments, but not units
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
@@ -245,7 +244,7 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            if self._units_lag and reducer.density < 1:
+            if self._units_lag():
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
             self._weights, self._rules, self._made, self._outcomes = weights, rules, {}, {}
@@ -418,7 +417,6 @@ class LazyAdamW:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
-        self._units_lag = self._units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
@@ -466,6 +464,11 @@ class LazyAdamW:
             exponents[index] = (exponents[index] + signs).astype(exponents.dtype)
             residual[index] = converted
 
+    def _units_lag(self) -> bool:
+        """Return whether this step follows a dense one, which has changed moments, but not units, and is not dense."""
+        reducer = self._reducer
+        return not self.missing and reducer.step > 0 and reducer.density_of(reducer.step - 1) == 1 > reducer.density
+
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
         """Make all units those of the owners' second moments, after dense steps. Collective."""
         found = []
@@ -491,7 +494,6 @@ class LazyAdamW:
                 ratio = units(exponents, residual.dtype) / units(new, residual.dtype)
                 residual[:] = library_of(residual).clip(residual * ratio, -max_, max_)
                 exponents[:] = new
-        self._units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
