@@ -40,7 +40,6 @@ class OfArrays:
     """The optimizer of arrays, and the interface of all adapters."""
 
     saves = lacks = True  # has states and `rebuild`; allows missing gradients
-    exact = True  # the same bits as arrays
 
     def __init__(self, transport: simulated.SimulatedTransport, **rule: Any) -> None:
         self.weights = weights()
@@ -52,9 +51,14 @@ class OfArrays:
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """Mean, squares and last step of each weight, by name."""
+        """Mean, squares and last step of each weight of this rank's part, by name."""
         moments = self.it.state_dict()["moments"]
         return {name: (its["mean"], its["squares"], its["last"]) for name, its in moments.items()}
+
+    @property
+    def units(self) -> Arrays:
+        """The exponents of units, with the bias of float32."""
+        return {name: self.it.reducer.exponents(name).reshape(shape) for name, shape in SHAPES.items()}
 
     @property
     def residuals(self) -> Arrays:
@@ -64,8 +68,8 @@ class OfArrays:
         return max((its["step"] for its in self.it.state_dict()["moments"].values()), default=0)
 
     def damage(self, what: str) -> None:
-        """Change a weight, or a moment, of this rank only."""
-        (self.weights["bias"] if what == "weights" else self.it._adamw.moments["bias"].mean)[2] += 1
+        """Change a weight, or a unit, of this rank only."""
+        (self.weights["bias"] if what == "weights" else self.units["bias"])[2] += 1
 
 
 class OfTorch(OfArrays):
@@ -114,8 +118,7 @@ class OfTorch(OfArrays):
         return max((int(state["step"]) for state in self.it.state.values()), default=0)
 
     def damage(self, what: str) -> None:
-        bias = self.named["bias"]
-        (bias.data if what == "weights" else self.it.state[bias]["exp_avg"])[2] += 1
+        (self.named["bias"].data if what == "weights" else self.units["bias"])[2] += 1
 
 
 class OfTorchWithOverlap(OfTorch):
@@ -125,7 +128,7 @@ class OfTorchWithOverlap(OfTorch):
 
 
 class OfJax(OfArrays):
-    saves = lacks = exact = False
+    saves = lacks = False
 
     def __init__(
         self,
@@ -158,7 +161,11 @@ class OfJax(OfArrays):
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
         trees = self.state.mu, self.state.nu, self.state.last
-        return {name: tuple(np.asarray(tree[name]) for tree in trees) for name in SHAPES}
+        return {name: tuple(np.asarray(tree[name]).reshape(-1) for tree in trees) for name in SHAPES}
+
+    @property
+    def units(self) -> Arrays:
+        return {name: np.asarray(units) for name, units in self.state.units.items()}
 
     @property
     def residuals(self) -> Arrays:
@@ -168,9 +175,9 @@ class OfJax(OfArrays):
         return int(self.state.step)
 
     def damage(self, what: str) -> None:
-        tree = dict(self.params if what == "weights" else self.state.mu)
+        tree = dict(self.params if what == "weights" else self.state.units)
         tree["bias"] = tree["bias"] + 1
         if what == "weights":
             self.params = tree
         else:
-            self.state = self.state._replace(mu=tree)
+            self.state = self.state._replace(units=tree)
