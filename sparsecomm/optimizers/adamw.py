@@ -148,7 +148,8 @@ class LazyAdamW:
         specs: the weights' specs by name.
         moments: the moments of this rank's part of each tensor by name: see `part`. Missing before a tensor's first
             gradient.
-        new_moments: returns moments of zeros for this rank's part of a tensor; by default, arrays on its device.
+        new_moments: returns moments of zeros for this rank's part of a tensor, with or without a compensation; by
+            default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
         units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
@@ -159,7 +160,7 @@ class LazyAdamW:
         weights: NamedTensors,
         reducer: Reducer,
         check_every: int | None,
-        new_moments: Callable[[str], Moments] | None = None,
+        new_moments: Callable[[str, bool], Moments] | None = None,
     ) -> None:
         """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
         self.specs = specs_of(weights)
@@ -187,7 +188,8 @@ class LazyAdamW:
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
-        self.moments[name], self.steps[name] = moments or self.new_moments(name), step
+        self.moments[name] = moments or self.new_moments(name, self._reducer.transport.size > 1)
+        self.steps[name], self.parts[name] = step, self.part(name)
 
     def part(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of this rank's part of a tensor."""
@@ -197,12 +199,11 @@ class LazyAdamW:
         """Return a context for work with the moments of a tensor, on the current stream."""
         return self._timelines[spec.device].on_stream(None)
 
-    def _new(self, name: str) -> Moments:
+    def _new(self, name: str, compensated: bool) -> Moments:
         spec, (begin, end) = self.specs[name], self.part(name)
         backend, real = self._backends[spec.device], spec.accumulator.accumulator
         mean, squares, last = (backend.zeros(end - begin, dtype) for dtype in (real, real, np.int32))
-        shared = self._reducer.transport.size > 1
-        return Moments(mean, squares, last, backend.zeros(end - begin, real) if shared else None)
+        return Moments(mean, squares, last, backend.zeros(end - begin, real) if compensated else None)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -300,7 +301,7 @@ class LazyAdamW:
             name, rule, real = spec.name, rules[spec.name], np.dtype(spec.accumulator.accumulator)
             start = np.array([START * (1 - rule.betas[1]) * square], real)
             with self.on_stream(spec):
-                moments[name] = self.new_moments(name)
+                moments[name] = self.new_moments(name, self._reducer.transport.size > 1)
                 self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
         self.moments |= moments
         self.parts |= {name: self.part(name) for name in names}
@@ -514,9 +515,8 @@ class LazyAdamW:
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
             with self.on_stream(self.specs[name]):
-                moments[name] = made = self.new_moments(name)
-                if made.compensation is None and arrays.compensation is not None and arrays.compensation.any():
-                    moments[name] = made = self._with_compensation(name, made)
+                lost = arrays.compensation is not None and bool(arrays.compensation.any())
+                moments[name] = made = self.new_moments(name, lost or self._reducer.transport.size > 1)
                 for ours, theirs in zip(made, arrays, strict=True):
                     if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs, ours)
@@ -524,11 +524,6 @@ class LazyAdamW:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
         self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
-
-    def _with_compensation(self, name: str, moments: Moments) -> Moments:
-        """Return a single rank's moments with the compensation that several ranks had."""
-        zeros = self._backends[self.specs[name].device].zeros(len(moments.mean), moments.mean.dtype)
-        return moments._replace(compensation=zeros)
 
     @default_float_mode
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
@@ -560,9 +555,7 @@ class LazyAdamW:
             with self.on_stream(self.specs[name]):
                 whole, found = self.gather(name, transport)
                 own = slice(*self.part(name))
-                made, missing = self.new_moments(name), ~found[own]
-                if made.compensation is None and whole.compensation.any():
-                    made = self._with_compensation(name, made)
+                made, missing = self.new_moments(name, size > 1 or bool(whole.compensation.any())), ~found[own]
                 if missing.any():
                     lost += int(missing.sum())
                     powers = units(to_host(self._reducer.exponents(name)[own])[missing], whole.squares.dtype)
@@ -571,7 +564,7 @@ class LazyAdamW:
                         whole.squares[own][missing] = whole.squares[found].mean()
                 np.minimum(whole.last, steps[name], out=whole.last)  # the root may be a step behind
                 for ours, theirs in zip(made, whole, strict=True):
-                    if ours is not None:
+                    if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs[own], ours)
                 moments[name] = made
         self.adopt(moments, steps, bool(units_lag[0]))
@@ -593,7 +586,7 @@ class LazyAdamW:
         """
         spec, mine = self.specs[name], self.moments.get(name)
         real = np.dtype(spec.accumulator.accumulator)
-        whole = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
+        whole: Any = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
         found = np.zeros(spec.size, bool)
         for rank in range(transport.size):
             bounds = np.array((0, 0) if mine is None or rank != transport.rank else self.parts[name], np.int64)
@@ -686,7 +679,10 @@ def read_moments(
         last, exponents = last.astype(np.int32).reshape(-1), None
         if eps is not None:
             if saved_part is not None:
-                raise InvalidInputError(f"state: it has no units, and only a part of the moments of {name}")
+                raise InvalidInputError(
+                    f"state: it has no units, and only a part of the moments of {name}; load the state that contains "
+                    "its residuals, or for PyTorch what consolidate_state_dict() returned"
+                )
             exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
             arrays["squares"][(last == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
         last, found = (
