@@ -51,7 +51,7 @@ from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, Sparse
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
-from sparsecomm.states.schema import is_count
+from sparsecomm.states.schema import common, is_count, per_rank
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
@@ -711,3 +711,9 @@ def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dic
         }
         found[name] = {"compensation": None, **joined, "step": first["step"]}
     return found
+
+
+STATE_FIELDS = {  # of an optimizer's state, besides those of its reducer
+    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
+    "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
+}

@@ -7,34 +7,20 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.optimizers.adamw import (
-    DENSITY,
-    OPTIONS,
-    AdamWRule,
-    LazyAdamW,
-    SavedMoments,
-    read_moments,
-    whole_moments,
-)
+from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, STATE_FIELDS, AdamWRule, LazyAdamW, SavedMoments, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
-from sparsecomm.states.schema import State, StateDict, common, per_rank
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, to_host
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
-_SCHEMA = REDUCER.extended(
-    "SparseAdamW",
-    {
-        "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
-        "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
-    },
-)
+_SCHEMA = REDUCER.extended("SparseAdamW", STATE_FIELDS)
 
 
 @deferred

@@ -202,7 +202,7 @@ class SparseAdamW(SparseOptimizer):
         exchange, size = self._exchange, self.reducer.transport.size
         if (target := to_int(to)) is None or target >= size:
             raise InvalidInputError(f"to={quote(to)}: must be a rank from 0 to {size - 1}")
-        if exchange.reducer.pending or (exchange.exchanged and exchange.reducer.last is not exchange.adamw.done):
+        if exchange.reducer.pending:
             raise InvalidInputError("consolidate_state_dict in the middle of a step; call step() first")
         found = exchange.consolidated(target)
         if exchange.reducer.transport.rank != target:
@@ -521,10 +521,10 @@ class AdamWExchange(AutogradExchange):
                 self.optimizer.state[parameter] = {"step": _step_tensor(0)}
                 self._note(name)
 
-    def on_state_loaded(self) -> None:
-        super().on_state_loaded()
+    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
+        super().on_state_loaded(prepared)
         self._weights, self._adopted = None, {}
-        self.adamw.adopt({}, {})
+        self.adamw.adopt({}, {}, prepared.fields["units_lag"] if prepared else self.adamw.units_lag)
         self.adopt_state()
 
     def state_dict(self) -> StateDict:
@@ -534,6 +534,7 @@ class AdamWExchange(AutogradExchange):
             self.adopt_state()
         adamw = self.adamw
         adamw.check_complete()
+        state["units_lag"] = adamw.units_lag
         for name in adamw.moments:
             tensors = self._adopted[name].tensors[1:]  # the optimizer may be gone
             flat = [None if t is None else local(t).cpu().view(-1) for t in tensors]

@@ -376,6 +376,25 @@ def test_moments_are_apart_with_residuals(apart_first: bool) -> None:
     run(3, program)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_resumed_training_goes_on_with_the_same_bits(apart: bool) -> None:
+    """Also if the first step after it is the first sparse one, which makes new units."""
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        first, second = (OfTorch(transport, dense_steps=3, **RULE) for _ in range(2))
+        its, ours = (each.it.residuals_apart() if apart else each.it for each in (first, second))
+        for step in range(6):
+            if step in (3, 5):
+                ours.load_state_dict(saved_and_read(its.state_dict()))
+                for name, p in first.named.items():
+                    second.named[name].data.copy_(p.detach())
+            for each in (first, second):
+                each.step(gradients(step + (each is second and step < 3), transport.rank))
+        assert bits(first) == bits(second)
+
+    run(2, program)
+
+
 @pytest.mark.parametrize("P", [1, 2])
 def test_bfloat16_weights_train_as_with_float32_copies(P: int) -> None:
     """On several ranks. A single rank rounds weights in each step."""
