@@ -180,9 +180,10 @@ TORCH_ADAMW = {
     "the future": Damage(filled("state", 0, "last_step", value=99), "numbers from 0 to 3"),
     "step": Damage(lambda s: s["state"][0].update(step=_torch().tensor(3.5)) or s, "step of weight is 3.5"),
     "none of one": Damage(removed("state", 2), "differ in optimizer"),
-    "another moment": Damage(filled("state", 0, "exp_avg", value=0.5, at=0), "rank 0 and rank 1 differ in optimizer"),
+    "no units": Damage(nested("sparsecomm", with_(units={})), r"differ in units"),
     "no residuals": Damage(removed("sparsecomm"), "a plain optimizer saved it"),
 }
+TORCH_ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in TORCH_ADAMW.items()}  # the only owner
 
 
 def _torch() -> Any:

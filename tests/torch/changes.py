@@ -61,11 +61,12 @@ class Training:
     def make_whole(self) -> None:
         """Replace moments by whole tensors, as after loading a state of dense AdamW. Programs may put them there."""
         if self.sparse:
-            each = [self.optimizer.consolidate_state_dict(to) for to in range(dist.get_world_size())]
-            whole = each[dist.get_rank()]
-            for number, state in zip(whole["param_groups"], self.groups, strict=True):
-                for i, parameter in zip(number["params"], state["params"], strict=True):
-                    self.optimizer.state[parameter] = whole["state"][i]
+            transport = self.optimizer.reducer.transport
+            whole = [self.optimizer.consolidate_state_dict(to) for to in range(transport.size)][transport.rank]
+            for group, its in zip(self.groups, whole["param_groups"], strict=True):
+                for parameter, i in zip(group["params"], its["params"], strict=True):
+                    if i in whole["state"]:
+                        self.optimizer.state[parameter] = whole["state"][i]
 
     def each_moment(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """Yield the state of a parameter, with the key and the value of each moment."""
