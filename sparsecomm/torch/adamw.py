@@ -79,9 +79,9 @@ class SparseAdamW(SparseOptimizer):
     ``exp_avg_sq``), ``last_step``, an int32 tensor with the step of each weight's last update, and with several ranks
     ``compensation``, what rounding has lost from each weight. So 16-bit weights train as with float32 copies.
     ``optimizer.state[p]`` has this rank's part: in the parameter's shape if the rank owns all of it, otherwise flat.
-    Between steps, a program may change, replace or delete what is there, on all ranks alike: the next step uses it. It
-    may also put in the moments of whole parameters. To load a state of `torch.optim.AdamW`, call ``residuals_apart()``
-    before ``load_state_dict()``; to make one, `consolidate_state_dict`.
+    Between steps, a program may change, replace or delete the state, on all ranks alike: the next step uses it. It may
+    also put in the moments of whole parameters. To load a state of `torch.optim.AdamW`, call ``residuals_apart()``
+    before ``load_state_dict()``; to make one, call `consolidate_state_dict`.
 
     Args:
         named_parameters: ``model.named_parameters()``; or groups, dictionaries with such pairs under "params" and
@@ -451,10 +451,9 @@ class AdamWExchange(AutogradExchange):
             used = {**entry, "step": _step_tensor(count)}
             compensated = self.reducer.transport.size > 1 or moments.compensation is not None
             for key, array, room in zip(FIELDS, moments, self._zeros(name, part, compensated), strict=False):
-                usable = _is_usable(entry.get(key), room)
-                if not usable:
+                if not _is_usable(entry.get(key), room):
                     used[key] = room
-                if array is not None and (not usable or key == "last_step"):
+                if array is not None:
                     flat = _flat(used[key])
                     flat[:] = from_host(array, flat)
         return used
