@@ -89,7 +89,7 @@ def test_checkpoints_of_version_1_load(module: str, P: int, tmp_path: Path) -> N
             state = objects["SparseAdamW"].consolidate_state_dict(to=1)
             assert (transport.rank == 1) == (state is not None)
             for entry in state["state"].values() if state else ():
-                assert entry["step"] == entry["last_step"].max() == 5
+                assert entry["step"] == 5 >= entry["last_step"].max()
                 assert ((entry["exp_avg_sq"] > 0) == (entry["last_step"] > 0)).all()
 
     run(P, program)
