@@ -448,13 +448,10 @@ class LazyAdamW:
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Double or halve the units of some weights, and convert their residuals."""
-        index, signs, exponents, residual = outcome.indices, outcome.changes, bucket.exponents, bucket.residual
         with bucket.on_stream(None):
-            xp, max_ = library_of(residual), np.finfo(residual.dtype).max
-            factors = xp.where(signs > 0, residual.dtype.type(0.5), residual.dtype.type(2))
-            converted = xp.clip(residual[index] * factors, -max_, max_)
-            exponents[index] = (exponents[index] + signs).astype(exponents.dtype)
-            residual[index] = converted
+            residual = bucket.backend.as_tensor(bucket.residual, (bucket.size,))
+            if not isinstance(outcome.result, DenseSum):
+                bucket.backend.change_units(residual, bucket.exponents, outcome.changes)
 
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
         """Make all units those of the owners' second moments above zero, after dense steps. Collective."""
