@@ -47,6 +47,7 @@ class SparseAdamWState(NamedTuple):
     compensation: PyTree  # the exact weights minus the parameters; None with one rank
     units: PyTree  # gradients are divided by powers of two with these exponents; uint8, uint16 for float64; 0: none yet
     residuals: PyTree  # what this rank has not sent yet, divided by the units
+    units_lag: jax.Array  # whether dense steps have changed nu, but not yet the units; of shape ()
 
 
 def sparse_adamw(
@@ -116,6 +117,7 @@ def sparse_adamw(
             compensation=None if transport.size == 1 else zeros(reals, shapes),
             units=zeros([unit_dtype(real) for real in reals], [spec.shape for spec in specs]),
             residuals=jax.tree.unflatten(structure, residuals),
+            units_lag=jnp.zeros((), bool),
         )
 
     def update(updates: PyTree, state: SparseAdamWState, params: PyTree = None) -> tuple[PyTree, SparseAdamWState]:
@@ -223,6 +225,7 @@ class _OnHost:
             *([array for array in field if array is not None] for field in zip(*map(moments.get, names), strict=True)),
             [reducer.exponents(name).copy() for name in names],
             [reducer.residual(name).copy() for name in names],
+            [np.asarray(adamw.units_lag)],
         ]
         shaped = [
             [array.reshape(leaf.shape) for array, leaf in zip(*trees, strict=True)]
@@ -235,14 +238,14 @@ class _OnHost:
         names, adamw, reducer, step = self._names, self._adamw, self._reducer, int(state.step[0])
         reducer.go_to(step)
         trees = [[np.array(leaf) for leaf in tree] for tree in state[1:]]
-        for name, exponents, residual in zip(names, *trees[4:], strict=True):
+        for name, exponents, residual in zip(names, *trees[4:6], strict=True):
             reducer.exponents(name)[:] = exponents.reshape(-1)
             reducer.residual(name)[...] = residual
         self._weights = {name: np.array(p) for name, p in zip(names, params, strict=True)}
         flat: list[list[Any]] = [[leaf.reshape(-1) for leaf in tree] or [None] * len(names) for tree in trees[:4]]
         self._moments = {name: Moments(*its) for name, *its in zip(names, *flat, strict=True)}
         begun = any(exponents.any() for exponents in trees[4])
-        adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step))
+        adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step), bool(trees[6][0]))
 
     def _change(self, p: Array, name: str, moments: Moments) -> Array:
         """Return what to add to a parameter. The compensation takes what this addition rounds off."""

@@ -40,20 +40,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.backends.adamw import Moments, unit_exponents, units
+from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, unit_exponents, units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket, Part
-from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOWS, Outcome, SparseStep
+from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, SparseStep
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
@@ -134,13 +133,11 @@ class AdamWRule(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """New values of a tensor's part at its owner. ``index``: positions in the part, or all of it."""
+    """The results of a step for a tensor's part at its owner."""
 
     name: str
-    index: Any
-    weights: Array
-    mean: Array
-    squares: Array
+    entries: SparseVector
+    results: AdamWResult
 
 
 @deferred
@@ -151,9 +148,11 @@ class LazyAdamW:
         specs: the weights' specs by name.
         moments: the moments of this rank's part of each tensor by name: see `part`. Missing before a tensor's first
             gradient.
-        new_moments: returns moments of zeros for this rank's part of a tensor; by default, arrays on its device.
+        new_moments: returns moments of zeros for this rank's part of a tensor, with or without a compensation; by
+            default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
+        units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class LazyAdamW:
         weights: NamedTensors,
         reducer: Reducer,
         check_every: int | None,
-        new_moments: Callable[[str], Moments] | None = None,
+        new_moments: Callable[[str, bool], Moments] | None = None,
     ) -> None:
         """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
         self.specs = specs_of(weights)
@@ -174,20 +173,23 @@ class LazyAdamW:
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
         self._weights: Mapping[str, object] = {}  # weights and rules of the open step
         self._rules: Mapping[str, AdamWRule] = {}
+        self._tables: dict[tuple[AdamWRule, str, int], Array] = {}  # coefficients of the open step
         reducer.own(self)
         self.adopt({}, {})
 
-    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
+    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int], units_lag: bool = False) -> None:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
         self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
+        self.units_lag = units_lag
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
-        self.moments[name], self.steps[name] = moments or self.new_moments(name), step
+        self.moments[name] = moments or self.new_moments(name, self._reducer.transport.size > 1)
+        self.steps[name], self.parts[name] = step, self.part(name)
 
     def part(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of this rank's part of a tensor."""
@@ -197,12 +199,11 @@ class LazyAdamW:
         """Return a context for work with the moments of a tensor, on the current stream."""
         return self._timelines[spec.device].on_stream(None)
 
-    def _new(self, name: str) -> Moments:
+    def _new(self, name: str, compensated: bool) -> Moments:
         spec, (begin, end) = self.specs[name], self.part(name)
         backend, real = self._backends[spec.device], spec.accumulator.accumulator
         mean, squares, last = (backend.zeros(end - begin, dtype) for dtype in (real, real, np.int32))
-        shared = self._reducer.transport.size > 1
-        return Moments(mean, squares, last, backend.zeros(end - begin, real) if shared else None)
+        return Moments(mean, squares, last, backend.zeros(end - begin, real) if compensated else None)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -244,10 +245,10 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            if self._units_lag():
+            if self.units_lag and reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
-            self._weights, self._rules, self._made, self._outcomes = weights, rules, {}, {}
+            self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
 
     def _label(self, rules: Mapping[str, AdamWRule]) -> Label:
         """Return the rules and the steps by name, which all ranks must share."""
@@ -300,7 +301,7 @@ class LazyAdamW:
             name, rule, real = spec.name, rules[spec.name], np.dtype(spec.accumulator.accumulator)
             start = np.array([START * (1 - rule.betas[1]) * square], real)
             with self.on_stream(spec):
-                moments[name] = self.new_moments(name)
+                moments[name] = self.new_moments(name, self._reducer.transport.size > 1)
                 self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
         self.moments |= moments
         self.parts |= {name: self.part(name) for name in names}
@@ -322,32 +323,18 @@ class LazyAdamW:
     def sparse_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
     ) -> SparseStep:
-        made: list[_Made] = []
-        updates: list[SparseVector] = []
-        changes: list[SparseVector] = []
-        overflows: list[SparseVector] = []
-        for part, entries in zip(parts, sums, strict=True):
-            xp, index = library_of(entries.indices), entries.indices
-            if not backend.finite(backend.as_tensor(entries.values, entries.values.shape)):
-                none = [entries.part(0, 0) for entries in sums]
-                return SparseStep(none, none, NOT_FINITE)
-            weight, new = self._step(backend, part, entries)
-            old = backend.values_of(weight, index)
-            change = new.weights - old
-            moves = abs(change) * 4 if bucket.owners > 1 else 0  # rounding changes an update by less
-            overflow = ~_fits(xp, new, old, abs(new.weights) + moves, weight.dtype)
-            target = unit_exponents(xp, new.squares, new.squares.dtype.type(self._rules[part.spec.name].eps))
-            exponents = self._reducer.exponents(part.spec.name)[part.begin : part.end][index]
-            signs = xp.sign(target.astype(np.int32) - exponents.astype(np.int32))
-            made.append(new)
-            for found, values in ((updates, change), (changes, signs), (overflows, overflow)):
-                positions = xp.flatnonzero(values)
-                kept = values[positions].astype(change.dtype)
-                found.append(SparseVector.trusted(index[positions], kept, entries.size, entries.shape))
-        if any(entries.nnz for entries in overflows):
-            return SparseStep(overflows, [entries.part(0, 0) for entries in overflows], OVERFLOWS)
+        made = [self._step(backend, bucket, part, entries) for part, entries in zip(parts, sums, strict=True)]
+        if any(each.results.overflows for each in made):
+            xp, values = library_of(sums[0].values), [entries.values for entries in sums]
+            finite = all(backend.finite(backend.as_tensor(each, each.shape)) for each in values)
+            overflows = [each.results.signs == OVERFLOWS for each in made]
+            changes = [xp.where(where, each.dtype.type(1), 0) for where, each in zip(overflows, values, strict=True)]
+            return SparseStep(
+                changes, [xp.zeros_like(where, np.int8) for where in overflows], OVERFLOW if finite else NOT_FINITE
+            )
         self._made[bucket] = made
-        return SparseStep(updates, changes, FINE)
+        changes = [each.results.changes for each in made]
+        return SparseStep(changes, [each.results.signs for each in made], FINE)
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
@@ -356,20 +343,17 @@ class LazyAdamW:
             return NOT_FINITE
         made, verdict = [], FINE
         for part in parts:
-            segment = sums[part.offset : part.offset + part.end - part.begin]
-            weight = self._part_of(part)
-            old = backend.values_of(weight, slice(None))
+            segment, weight = sums[part.offset : part.offset + part.end - part.begin], self._part_of(part)
             if part.spec.name in without:
-                segment[:] = old
+                segment[:] = backend.values_of(weight, slice(None))
                 continue
-            _, new = self._step(backend, part, backend.nonzeros(segment, segment.shape))
-            fits = _fits(library_of(sums), new, old, abs(new.weights), weight.dtype)
-            rounded: Any = backend.nonzeros(new.weights, segment.shape)
+            new = self._step(backend, bucket, part, backend.nonzeros(segment, segment.shape))
+            rounded: Any = backend.nonzeros(new.results.weights, segment.shape)
             if weight.dtype.itemsize == 2:
                 rounded = backend.rounded(rounded, weight.dtype)
             segment[:] = rounded.dense
-            if not fits.all():
-                segment[~fits], verdict = math.nan, OVERFLOWS
+            if new.results.overflows:
+                segment[new.results.signs == OVERFLOWS], verdict = math.nan, OVERFLOW
             made.append(new)
         self._made[bucket] = made
         return verdict
@@ -381,15 +365,28 @@ class LazyAdamW:
         """Return this rank's part of a weight in the open step."""
         return part.spec.tensor(self._weights[part.spec.name], part.spec.name).part(part.begin, part.end)
 
-    def _step(self, backend: Backend, part: Part, entries: SparseVector) -> tuple[Tensor, _Made]:
-        """Return a part of a weight, and its new values in the open step."""
-        spec, weight = part.spec, self._part_of(part)
+    def _step(self, backend: Backend, bucket: Bucket, part: Part, entries: SparseVector) -> _Made:
+        """Return the results of the open step for a part of a weight."""
+        spec, sparse = part.spec, not isinstance(entries, DenseSum)
         name, rule, t = spec.name, self._rules[spec.name], self.steps[spec.name] + 1
-        table = rule.table(t, np.dtype(spec.accumulator.accumulator))
+        key = rule, spec.accumulator.name, t
+        if key not in self._tables:
+            self._tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
         exponents, eps = self._reducer.exponents(name)[part.begin : part.end], step_eps(np, rule.eps, rule.betas[1], t)
-        values = backend.adamw(weight, self.moments[name], exponents, entries, table, eps, t)
-        index = slice(None) if isinstance(entries, DenseSum) else entries.indices
-        return weight, _Made(name, index, *values)
+        margin = 4 if sparse and bucket.owners > 1 else 0  # rounding changes an update by less
+        results = backend.adamw(
+            self._part_of(part),
+            self.moments[name],
+            exponents,
+            entries,
+            self._tables[key],
+            rule.eps,
+            eps,
+            t,
+            sparse,
+            margin,
+        )
+        return _Made(name, entries, results)
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -403,7 +400,7 @@ class LazyAdamW:
             return
         if not done.usable:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
-                if outcome.verdict == OVERFLOWS:
+                if outcome.verdict == OVERFLOW:
                     result: Any = outcome.result
                     with bucket.on_stream(None):
                         xp = library_of(bucket.residual)
@@ -417,6 +414,7 @@ class LazyAdamW:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
+        self.units_lag = self.units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
@@ -446,13 +444,7 @@ class LazyAdamW:
         spec, moments, (begin, end) = self.specs[new.name], self.moments[new.name], self.parts[new.name]
         t, backend = spec.tensor(weight, spec.name, writable=True).part(begin, end), self._backends[spec.device]
         with self._timelines[spec.device].on_stream(t):
-            if write:
-                backend.put(t, new.index, new.weights)
-            if moments.compensation is not None:
-                lost = new.weights - backend.values_of(t, new.index)
-                moments.compensation[new.index] = library_of(lost).where(abs(lost) < math.inf, lost, 0)
-            moments.mean[new.index], moments.squares[new.index] = new.mean, new.squares
-            moments.last[new.index] = self.steps[new.name] + 1
+            backend.store_adamw(t, moments, new.entries, new.results, self.steps[new.name] + 1, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Double or halve the units of some weights, and convert their residuals."""
@@ -464,13 +456,8 @@ class LazyAdamW:
             exponents[index] = (exponents[index] + signs).astype(exponents.dtype)
             residual[index] = converted
 
-    def _units_lag(self) -> bool:
-        """Return whether this step follows a dense one, which has changed moments, but not units, and is not dense."""
-        reducer = self._reducer
-        return not self.missing and reducer.step > 0 and reducer.density_of(reducer.step - 1) == 1 > reducer.density
-
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
-        """Make all units those of the owners' second moments, after dense steps. Collective."""
+        """Make all units those of the owners' second moments above zero, after dense steps. Collective."""
         found = []
         for i, bucket in enumerate(self._reducer.buckets):
             exponents, rank = bucket.exponents, self._reducer.transport.rank
@@ -483,25 +470,23 @@ class LazyAdamW:
                     new = unit_exponents(xp, moments.squares, eps)
                     old = self._reducer.exponents(name)[part.begin : part.end]
                     first = begin + part.offset
-                    own[first : first + part.end - part.begin] = xp.where(moments.last > 0, new, old)
+                    own[first : first + part.end - part.begin] = xp.where(moments.squares > 0, new, old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
             sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
             found.append(sums.dense.astype(exponents.dtype))
         for bucket, new in zip(self._reducer.buckets, found, strict=True):
-            residual, exponents = bucket.residual, bucket.exponents
-            with bucket.on_stream(None), np.errstate(over="ignore"):
-                max_ = np.finfo(residual.dtype).max
-                ratio = units(exponents, residual.dtype) / units(new, residual.dtype)
-                residual[:] = library_of(residual).clip(residual * ratio, -max_, max_)
-                exponents[:] = new
+            with bucket.on_stream(None):
+                _use_units(bucket.residual, bucket.exponents, new)
+        self.units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
     def check_complete(self) -> None:
         """Check that the moments can be saved: no update was interrupted, and all moments are finite."""
-        if self._pending is not None:
+        if self._unfinished is not None:
             raise InvalidInputError(
-                "a step of AdamW was interrupted, or failed, while it changed weights; call step() again to complete it"
+                "a step of AdamW was interrupted, or failed, before it changed all weights; call step() again to "
+                "complete it"
             )
         for name, moments in self.moments.items():
             backend = self._backends[self.specs[name].device]
@@ -514,70 +499,84 @@ class LazyAdamW:
                             "older checkpoint"
                         )
 
-    def load(self, saved: Mapping[str, SavedMoments]) -> None:
+    @property
+    def _unfinished(self) -> Step | None:
+        """The outcome of the reducer's last step, if an interrupt prevented its update."""
+        last = self._reducer.last
+        return None if last is self.done or not self._outcomes else last
+
+    def complete(self) -> None:
+        """Make an update that an interrupt prevented. Call it before `Reducer.rebuild`."""
+        if (step := self._unfinished) is not None:
+            self.update(self._weights, step)
+
+    def load(self, saved: Mapping[str, SavedMoments], units_lag: bool = False) -> None:
         """Use the moments of a state, and its units if the reducer's state had none."""
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
             with self.on_stream(self.specs[name]):
-                moments[name] = made = self.new_moments(name)
-                if made.compensation is None and arrays.compensation is not None and arrays.compensation.any():
-                    moments[name] = made = self._with_compensation(name, made)
+                lost = arrays.compensation is not None and bool(arrays.compensation.any())
+                moments[name] = made = self.new_moments(name, lost or self._reducer.transport.size > 1)
                 for ours, theirs in zip(made, arrays, strict=True):
                     if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs, ours)
                 if exponents is not None:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
-        self.adopt(moments, {name: its.step for name, its in saved.items()})
-
-    def _with_compensation(self, name: str, moments: Moments) -> Moments:
-        """Return a single rank's moments with the compensation that several ranks had."""
-        zeros = self._backends[self.specs[name].device].zeros(len(moments.mean), moments.mean.dtype)
-        return moments._replace(compensation=zeros)
+        self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
 
     @default_float_mode
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Divide the moments among the ranks of a new communicator. Collective.
 
         Ranks that join, or all if the ranks were in different steps, take step counts and units from the first rank
-        that is not new. The moments of lost ranks are made from the units: zeros, and the squares of sqrt(2) units.
+        that is not new. The moments of lost ranks become zeros, and the squares of sqrt(2) units. Units do not follow
+        dense steps; then second moments become the mean of the tensor's others.
         """
         size, rank = transport.size, transport.rank
+        if rank in rebuilt.ranks_joined:
+            self.adopt({}, {})
         root = next(each for each in range(size) if each not in rebuilt.ranks_joined)
         counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
+        units_lag = np.array([self.units_lag])
         _broadcast(counts, root, transport)
+        _broadcast(units_lag, root, transport)
         steps = dict(zip(self.specs, counts[:, 1].tolist(), strict=True))
         begun = [name for name, here in zip(self.specs, counts[:, 0], strict=True) if here]
         if rebuilt.ranks_joined or rebuilt.steps_apart:
             for name in begun:
-                exponents = self._reducer.exponents(name)
-                with self.on_stream(self.specs[name]):
+                exponents, bucket = self._reducer.exponents(name), self._reducer.bucket(name)
+                with self.on_stream(self.specs[name]), bucket.on_stream(None):
                     host = to_host(exponents)
                     _broadcast(host, root, transport)
-                    exponents[:] = from_host(host, exponents)
+                    _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
         moments, lost = {}, 0
         for name in begun:
             with self.on_stream(self.specs[name]):
                 whole, found = self.gather(name, transport)
                 own = slice(*self.part(name))
-                made, missing = self.new_moments(name), ~found[own]
-                if made.compensation is None and whole.compensation.any():
-                    made = self._with_compensation(name, made)
+                made, missing = self.new_moments(name, size > 1 or bool(whole.compensation.any())), ~found[own]
                 if missing.any():
                     lost += int(missing.sum())
                     powers = units(to_host(self._reducer.exponents(name)[own])[missing], whole.squares.dtype)
                     whole.squares[own][missing], whole.last[own][missing] = 2 * np.square(powers), steps[name]
+                    if units_lag.any() and found.any():
+                        whole.squares[own][missing] = whole.squares[found].mean()
+                np.minimum(whole.last, steps[name], out=whole.last)  # the root may be a step behind
                 for ours, theirs in zip(made, whole, strict=True):
-                    if ours is not None:
+                    if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs[own], ours)
                 moments[name] = made
-        self.adopt(moments, steps)
+        self.adopt(moments, steps, bool(units_lag[0]))
         if lost:
             _log.warning(
-                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with the "
-                "squares of units, which are within a factor of 2. Load a checkpoint for exact ones",
+                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
+                "Load a checkpoint for exact ones",
                 rank,
                 f"{lost:,}",
+                "the mean of the tensor's others"
+                if units_lag[0]
+                else "the squares of units, mostly within a factor of 2",
             )
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
@@ -587,7 +586,7 @@ class LazyAdamW:
         """
         spec, mine = self.specs[name], self.moments.get(name)
         real = np.dtype(spec.accumulator.accumulator)
-        whole = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
+        whole: Any = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
         found = np.zeros(spec.size, bool)
         for rank in range(transport.size):
             bounds = np.array((0, 0) if mine is None or rank != transport.rank else self.parts[name], np.int64)
@@ -606,11 +605,13 @@ class LazyAdamW:
         return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
 
 
-def _fits(xp: Any, new: _Made, old: Array, size: Array, dtype: DType) -> Array:
-    """Return where new moments are finite, and weights of magnitude ``size`` too, unless they were not before."""
-    fits = (size < dtype.rounds_to_infinity) | ~xp.isfinite(old)
-    found: Array = xp.isfinite(new.mean) & xp.isfinite(new.squares) & fits
-    return found
+def _use_units(residual: Array, exponents: Array, new: Array) -> None:
+    """Replace the exponents of units, and convert a residual. New exponents of zero do not count."""
+    with np.errstate(all="ignore"):
+        xp, dtype, max_ = library_of(residual), residual.dtype, np.finfo(residual.dtype).max
+        ratio = units(exponents, dtype) / units(new, dtype)
+        residual[:] = xp.where(residual != 0, xp.clip(residual * ratio, -max_, max_), residual)
+        exponents[:] = new
 
 
 def _broadcast(array: Array, root: int, transport: Transport) -> None:
@@ -678,7 +679,10 @@ def read_moments(
         last, exponents = last.astype(np.int32).reshape(-1), None
         if eps is not None:
             if saved_part is not None:
-                raise InvalidInputError(f"state: it has no units, and only a part of the moments of {name}")
+                raise InvalidInputError(
+                    f"state: it has no units, and only a part of the moments of {name}; load the state that contains "
+                    "its residuals, or for PyTorch what consolidate_state_dict() returned"
+                )
             exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
             arrays["squares"][(last == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
         last, found = (

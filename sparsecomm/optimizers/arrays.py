@@ -21,7 +21,7 @@ from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
-from sparsecomm.states.schema import State, StateDict, per_rank
+from sparsecomm.states.schema import State, StateDict, common, per_rank
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, to_host
@@ -29,7 +29,11 @@ from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
 _SCHEMA = REDUCER.extended(
-    "SparseAdamW", {"moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)}
+    "SparseAdamW",
+    {
+        "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
+        "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
+    },
 )
 
 
@@ -160,6 +164,7 @@ class SparseAdamW:
 
         Ranks that join receive the moments of a rank that stays. You must broadcast the weights.
         """
+        self._adamw.complete()
         rebuilt = self._reducer.rebuild(comm, joining=joining)
         self._adamw.rebuild(transport.transport_of(comm), rebuilt)
         return rebuilt
@@ -182,7 +187,8 @@ class SparseAdamW:
                     field: None if array is None else to_host(array) for field, array in its._asdict().items()
                 }
             moments[name] |= {"step": adamw.steps[name], "part": list(adamw.parts[name])}
-        return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
+        own = {"moments": moments, "units_lag": adamw.units_lag, "format": _SCHEMA.format}
+        return {**self._reducer.state_dict(), **own}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
@@ -202,11 +208,11 @@ class SparseAdamW:
                     raise InvalidInputError(f"state: moments lack {name!r}; expected moments of all weights or none")
                 part = prepared.buckets.by_name[name].part(name, rank)
                 moments[name] = read_moments(saved[name], spec, part, None if units else rules[name].eps)
-            steps = {name: its.step for name, its in moments.items()}
+            steps = {name: (its.step, its.exponents) for name, its in moments.items()}
 
             def commit() -> None:
                 prepared.commit()
-                adamw.load(moments)
+                adamw.load(moments, prepared.fields["units_lag"])
 
             return Prepared({**prepared.common, "moments": steps}, commit)
 

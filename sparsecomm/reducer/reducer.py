@@ -567,12 +567,8 @@ class Reducer:
     @property
     def density(self) -> float:
         """The density of the current step."""
-        return self.density_of(self.step)
-
-    def density_of(self, step: int) -> float:
-        """Return the density of a step."""
         schedule = self._settings.density
-        return density_at(schedule, step) if callable(schedule) else schedule
+        return density_at(schedule, self.step) if callable(schedule) else schedule
 
     @property
     def names(self) -> list[str]:

@@ -55,7 +55,7 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
-    lambda state: {**state, "units": {}},
+    lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # some fields are of optimizers
 )
 
 
@@ -92,12 +92,15 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
     buckets = connection.new_buckets(found["bucket_bytes"])
     units: dict[str, Array] = {}
     for name, ours in buckets.arrays()[2].items():
-        saved = np.asarray(found["units"].get(name, np.zeros(specs[name].shape, ours.dtype)))
+        saved = np.asarray(found["units"].get(name) if found["units"] else np.zeros(specs[name].shape, ours.dtype))
         if saved.shape != specs[name].shape or saved.dtype != ours.dtype:
             raise InvalidInputError(
                 f"state: units[{name!r}] are {saved.dtype} of shape {saved.shape}; expected {ours.dtype} of shape "
                 f"{specs[name].shape}"
             )
+        highest = 254 if ours.dtype == np.uint8 else 2046
+        if saved.any() and not 1 <= saved.min() <= saved.max() <= highest:
+            raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}")
         units[name] = saved.reshape(-1)
     buckets.fill(residuals, velocities, units)
     return buckets

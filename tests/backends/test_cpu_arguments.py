@@ -54,17 +54,17 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
         if wrong != "wide" or call not in of_any_type:
             with pytest.raises(ValueError, match="expected"):
                 call(vector(INDICES, make(VALUES)))
-    kept = Moments(VALUES, VALUES, INDICES)
+    kept, exponents = Moments(VALUES, VALUES, INDICES, VALUES), np.ones(6, np.uint8)
 
-    def adamw(waiting: np.ndarray = VALUES, **changes: np.ndarray) -> None:
-        BACKEND.adamw(dense, kept._replace(**changes), waiting, fine, TABLE, 1.0, 1.0, 1)
+    def adamw(units: np.ndarray = exponents, **changes: np.ndarray) -> None:
+        BACKEND.adamw(dense, kept._replace(**changes), units, fine, TABLE, 1.0, 1)
 
     arrays = [
         (lambda a: BACKEND.add(VALUES.copy(), a), VALUES),
         (lambda a: BACKEND.add_difference(a, dense, dense, 0.5, True), VALUES),
-        (lambda a: BACKEND.add_quotient(dense, a, 1.0, 1.0, dense, True), VALUES),
+        (lambda a: BACKEND.add_quotient(dense, a, 1.0, dense, True), exponents),
         (lambda a: BACKEND.mix_into(dense, a, 0.5), VALUES),
-        (adamw, VALUES),
+        (adamw, exponents),
         *((lambda a, name=name: adamw(**{name: a}), array) for name, array in kept._asdict().items()),
     ]
     if wrong != "with gaps":

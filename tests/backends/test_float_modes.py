@@ -12,7 +12,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend, _cpu
-from sparsecomm.backends.adamw import Moments
+from sparsecomm.backends.adamw import Moments, unit_exponents
 from sparsecomm.backends.keys import split_by_key
 from sparsecomm.tensors import interop, kinds
 from sparsecomm.transport import simulated
@@ -71,11 +71,11 @@ def everything(dtype: str, n: int) -> list[Any]:
     found.append(mixed)
     backend.add_difference(widened[::-1].copy(), t, backend.as_tensor(sums, (n,)), 0.3, True)
     magnitudes = np.copysign(widened, 1)
-    backend.add_quotient(t, magnitudes, 1e-8, 1 / 3, backend.as_tensor(sums, (n,)), True)
-    moments = Moments(widened.copy(), magnitudes.copy(), np.arange(n, dtype=np.int32))
-    updated, table = x.copy(), (np.arange(60) / 64).astype(widened.dtype).reshape(10, 6)
-    backend.adamw(interop.tensor(updated, "updated", writable=True), moments, sums, a, table, 1e-8, 1e-8, n)
-    found += [updated, *moments]
+    exponents = unit_exponents(np, magnitudes, magnitudes.dtype.type(1e-8))
+    backend.add_quotient(t, exponents, 1 / 3, backend.as_tensor(sums, (n,)), True)
+    moments = Moments(widened, magnitudes, np.arange(n, dtype=np.int32), sums)
+    table = (np.arange(60) / 64).astype(widened.dtype).reshape(10, 6)
+    found += backend.adamw(t, moments, exponents, a, table, 1e-8, n)
     total = backend.accumulate(t, kept)
     backend.add(total, backend.accumulate(kept, None))
     out = np.empty_like(x)

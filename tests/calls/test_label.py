@@ -49,7 +49,7 @@ def adamw(t: Any, later: Any = None, made: int = 0, lost: str = "", order: Any =
             optimizer.lr = later or optimizer.lr
             optimizer._adamw.steps["b"] += made
             if lost:
-                optimizer._adamw.replace(lost, None, 0, keep_residual=False)
+                optimizer._adamw.replace(lost, None, 0)
         optimizer.step(arrays())
 
 

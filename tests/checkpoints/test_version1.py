@@ -18,7 +18,7 @@ from tests.stress.states import digest
 SAVED = Path(__file__).parent / "version1"
 MODULES = ["sparsecomm", "sparsecomm.torch"]
 SHAPES = {"a": (5, 4), "b": (3,)}
-CHANGED = {"format", "order", "late", "unsent", "mixed"}  # fields of states that later versions write differently
+CHANGED = {"format", "order", "late", "unsent", "mixed", "units"}  # fields of states that later versions write differently
 VALUES = {"none": None, "list": [1, -2.5, "text", True, 2**64 - 1], 3: {"pair": (1, 2)}}
 
 

@@ -105,9 +105,9 @@ class OfTorch(OfArrays):
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        state = {name: self.it.state[p] for name, p in self.named.items() if p in self.it.state}
+        state = {name: self.it.state[p] for name, p in self.named.items() if "exp_avg" in self.it.state.get(p, {})}
         fields = ("exp_avg", "exp_avg_sq", "last_step")
-        return {name: tuple(its[field].numpy().copy() for field in fields) for name, its in state.items()}
+        return {name: tuple(its[field].numpy().reshape(-1).copy() for field in fields) for name, its in state.items()}
 
     @property
     def residuals(self) -> Arrays:
