@@ -111,6 +111,7 @@ def test_threshold(device: Device, dtype: str, residual_dtype: str | None) -> No
     @given(data.sizes, data.kinds, data.seeds, st.sampled_from([0.0, 1e-42, 0.1, 1.0, 1.5, 2.7, 1e38, float("inf")]))
     @example(70_001, "all equal", 0, 1.5)
     def run(n: int, kind: str, seed: int, tau: float) -> None:
+        n = shorter(device, n)
         x = data.gradient(kind, n, dtype, seed)
         r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)
         acc = accumulated(x, r)

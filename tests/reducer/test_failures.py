@@ -205,6 +205,7 @@ def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_noth
 # -- NaN --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 @every_scope
 @pytest.mark.parametrize(
