@@ -6,7 +6,6 @@ call. A call "counts" if its result is valid. `MessageMemory` builds messages.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
     import torch.distributed
     from mpi4py import MPI
 
-# The dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another thread sets a variable.
-_find_variable = os.environ._data.get  # type: ignore[attr-defined]
-_NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSECOMM_PROFILE", "XDG_CACHE_HOME"
-_READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
-_settings: list[object] = []
 MAX_CALL_BYTES = 256  # maximum size of the call description passed to `Transport.begin`
 MAX_CONTENTS_BYTES = 200_000  # maximum size of the contents passed to `Transport.exchange_contents`
 
@@ -108,8 +102,10 @@ class TrafficCounters:
 
     def end_sum(self) -> None:
         """Count traffic as set-up traffic again."""
-        sent, received = self.setup
-        self._sums, self._before = (self.bytes_sent - sent, self.bytes_received - received), None
+        assert self._before is not None
+        (sent, received), before = self._sums, self._before
+        self._sums = sent + self.bytes_sent - before[0], received + self.bytes_received - before[1]
+        self._before = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +181,6 @@ class Transport(ABC):
     threaded = False
     skipped = ""
     queue: Any = None  # the layer above defines its type
-
-    @staticmethod
-    def settings() -> list[object]:
-        """Return the values of the environment variables that calls read: the same object until one changes."""
-        global _settings
-        before, found = _settings, [*map(_find_variable, _READ_IN_CALLS)]
-        if found != before:
-            _settings = found
-            return found
-        return before
 
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""
@@ -368,18 +354,18 @@ def existing_transport(comm: Comm = None) -> Transport | None:
         if comm is not None and isinstance(comm, Transport):
             return comm
         if (group := group_of(comm)) is not None:
-            return None if type(group) is int else _existing("process_group", group)
+            return None if type(group) is int else _existing("sparsecomm.transport.process_group", group)
         if comm is not None:
             raise InvalidInputError(
                 f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py communicator, a process group of "
                 "torch.distributed, a transport, or None for all ranks of the job"
             )
-    return _existing("mpi", comm)
+    return _existing("sparsecomm.transport.mpi", comm)
 
 
-def _existing(kind: str, comm: Any) -> Transport | None:
-    """Return the transport of ``comm`` if its module has been imported and has one."""
-    find: Any = getattr(sys.modules.get(f"sparsecomm.transport.{kind}"), "existing", None)
+def _existing(module: str, comm: Any) -> Transport | None:
+    """Return the transport of ``comm`` if the module for such communicators has been imported and has one."""
+    find: Any = getattr(sys.modules.get(module), "existing", None)
     return None if find is None else find(comm)
 
 
