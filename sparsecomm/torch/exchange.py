@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
-from sparsecomm.calls.label import Label
+from sparsecomm.calls.label import Label, Pairs, by_name
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -41,6 +41,8 @@ def _is_scale(value: object, _: object) -> bool:
     return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
+# Entries of an optimizer's groups that do not change its steps.
+_MAY_DIFFER = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
 
 
@@ -108,6 +110,7 @@ class GradientExchange(TrainedParameters):
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # gradients, and contiguous memory for means
         self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
         self.exchanged, self.step_failed, self.num_steps = False, False, 0
+        self._shared: tuple[list[dict[str, object]], Label] = [], Label.of()  # settings of the latest step
 
     @property
     def reducer(self) -> Reducer:
@@ -163,7 +166,7 @@ class GradientExchange(TrainedParameters):
         reducer = self.reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
-            reducer.label = Label.of(("optimizer steps", self.num_steps))
+            reducer.label = self._label()
             if self._scaler is not None:
                 scale = float(self._scaler.get_scale())
                 if self._scale is not None and scale != self._scale:
@@ -174,6 +177,25 @@ class GradientExchange(TrainedParameters):
         if not reducer.pushed(name):  # otherwise the push is refused
             self._outs[name] = target, mean
         reducer.push(name, None if absent else mean, mean)
+
+    def _label(self) -> Label:
+        """Return what the ranks must share: the optimizer's steps, and the numbers in its groups (lr, momentum ...)."""
+        owners = [reference() for reference in self._owners]
+        groups = [g for owner in owners if isinstance(owner, torch.optim.Optimizer) for g in owner.param_groups]
+        settings = [{k: _number(value) for k, value in g.items() if k not in _MAY_DIFFER} for g in groups]
+        if settings != self._shared[0]:
+            group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+            used = {name: group_of[id(p)] for name, p in self.named.items()}
+            order = {i: n for n, i in enumerate(dict.fromkeys(used.values()))}  # of groups with exchanged parameters
+            compared = [order[i] for i in used.values()], [sorted(settings[i].items()) for i in order]
+
+            def pairs() -> Pairs:
+                options = {option for i in order for option in settings[i]}
+                for option in sorted(options, key=lambda option: (option != "lr", option)):
+                    yield from by_name(option, {name: settings[i].get(option) for name, i in used.items()})
+
+            self._shared = settings, Label(compared, pairs)
+        return Label.of(("optimizer steps", self.num_steps)) + self._shared[1]
 
     def _local_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a gradient. Refuse sparse tensors."""
@@ -475,6 +497,16 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
     The hook of DDP's last bucket waits for all exchanges.
     """
     return state.run_hook(bucket)
+
+
+def _number(value: Any) -> object:
+    """Return a setting of an optimizer in a form that has the same ``repr`` on all ranks; NaN if it is no number."""
+    if value is None or type(value) in (float, bool):  # fast path
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_number, value))
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return float(value) if type(value) is int else to_float(value)
 
 
 def is_only_making_state() -> bool:
