@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -69,6 +69,17 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
     if not isinstance(value, str) or value not in known:
         expected = f"expected one of {', '.join(known)}"
         raise InvalidInputError(f"{name}={quote(value)}: {expected}{did_you_mean(value, known)}")
+
+
+def check_options(function: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Raise `InvalidInputError` if ``options`` are not all keyword arguments of ``function``, which the user called."""
+    known = inspect.signature(function).parameters
+    if unknown := sorted(options.keys() - known.keys()):
+        meant = {"k": "; did you mean 'density'?", "warmup": "; did you mean 'dense_steps'?"}
+        raise InvalidInputError(
+            f"{unknown[0]} is not an option of {function.__name__}; expected some of {', '.join(known)}"
+            f"{meant.get(unknown[0]) or did_you_mean(unknown[0], known)}"
+        )
 
 
 def with_options(options: type, declared: Callable[..., object], **defaults: object) -> Callable[[_F], _F]:

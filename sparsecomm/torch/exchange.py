@@ -15,7 +15,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
 from sparsecomm.calls.label import Label, Pairs, by_name
-from sparsecomm.checks import to_float, with_options
+from sparsecomm.checks import check_options, to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, ReducerOptions, Schedule
@@ -372,6 +372,7 @@ class SparseState(GradientExchange):
     def __init__(
         self, named_parameters: NamedParameters, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
     ) -> None:
+        check_options(SparseState, options)
         if options.get("op") == "sum":
             raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
         comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # not pickled

@@ -234,6 +234,7 @@ def wrong_arguments() -> None:
         (model, {}, "got Chosen; expected a torch.optim.Optimizer"),
         (momentum, {"momentum": 0.9}, "momentum is set twice"),
         (sgd(model.parameters()), {"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
+        (sgd(model.parameters()), {"warmup": 3}, "warmup is not an option of DistributedOptimizer; .* 'dense_steps'"),
         (sgd([model.a]), {}, "'b'.* are not parameters of the optimizer"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
