@@ -63,7 +63,7 @@ def pack(pairs: Pairs) -> bytes:
 
 
 def difference(packed: Mapping[int, bytes]) -> str:
-    """Return the first difference between two ranks in words, lower rank first; "" if there is none.
+    """Return the first difference between two ranks, lower rank first, and what to do; "" if there is none.
 
     ``packed``: the packed names and values by rank. Of a rank that sent other bytes, nothing is known.
     """
@@ -84,9 +84,26 @@ def difference(packed: Mapping[int, bytes]) -> str:
         else:
             found = f"number {i} in the order", name, other
         if found[1] != found[2]:
-            shown = _shown(*found[1:])
-            return f"{_shown(found[0])[0]} is {shown[0]} on rank {low} and {shown[1]} on rank {high}"
+            named, values = _shown(found[0])[0], _shown(*found[1:])
+            advice = _advice(named, values)
+            if named == "call":
+                return f"rank {low} is in {values[0]}, and rank {high} in {values[1]}: {advice}"
+            return f"{named} is {values[0]} on rank {low} and {values[1]} on rank {high}: {advice}"
     return ""
+
+
+def _advice(name: str, values: list[str]) -> str:
+    functions = [value.partition("(")[0] for value in values if name == "call" and "(" in value]
+    if len(functions) == 1:
+        return f"call {functions[0]}() on all ranks"
+    if name == "measured costs" or (name == "call" and any(value.startswith("measurement") for value in values)):
+        return "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure together"
+    if name.startswith(("step", "optimizer steps")):
+        return "one of them has skipped a step"
+    if name != "call":
+        skipped = "; or one of them has skipped a step" if name.startswith(("lr", "learning_rate")) else ""
+        return f"use the same settings and tensors on all ranks{skipped}"
+    return "make the same calls in the same order on all ranks"
 
 
 def _unpack(packed: bytes) -> tuple[list[tuple[str, str]], bool]:
