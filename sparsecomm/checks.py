@@ -74,23 +74,18 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
 def check_options(function: Callable[..., object], options: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` if ``options`` are not all keyword arguments of ``function``, which the user called."""
     known = inspect.signature(function).parameters
-    if unknown := sorted(options.keys() - known.keys()):
-        meant = {"k": "; did you mean 'density'?", "warmup": "; did you mean 'dense_steps'?"}
-        raise InvalidInputError(
-            f"{unknown[0]} is not an option of {function.__name__}; expected some of {', '.join(known)}"
-            f"{meant.get(unknown[0]) or did_you_mean(unknown[0], known)}"
-        )
+    for name in sorted(options.keys() - known.keys()):
+        meant = did_you_mean({"k": "density", "warmup": "dense_steps"}.get(name, name), known)
+        expected = f"expected some of {', '.join(known)}{meant}"
+        raise InvalidInputError(f"{name} is not an option of {function.__name__}; {expected}")
 
 
 def with_options(options: type, declared: Callable[..., object], **defaults: object) -> Callable[[_F], _F]:
     """Return a decorator that replaces ``**options`` in a function's signature with the single keyword arguments.
 
     `help`, notebooks and the documentation show this signature. Type checkers use ``**options: Unpack[...]`` instead.
-
-    Args:
-        options: the TypedDict that names the keyword arguments.
-        declared: a function with the same parameters. Their annotations and defaults are copied from it.
-        defaults: defaults that override those of ``declared``, by name.
+    The TypedDict ``options`` names the arguments. Their annotations and defaults are those of the function
+    ``declared``, except ``defaults``.
     """
     parameters = inspect.signature(declared).parameters
     keywords = [

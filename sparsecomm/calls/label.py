@@ -84,11 +84,11 @@ def difference(packed: Mapping[int, bytes]) -> str:
         else:
             found = f"number {i} in the order", name, other
         if found[1] != found[2]:
-            named, values = _shown(found[0])[0], _shown(*found[1:])
-            advice = _advice(named, values)
-            if named == "call":
+            (name,), values = _shown(found[0]), _shown(*found[1:])
+            advice = _advice(name, values)
+            if name == "call":
                 return f"rank {low} is in {values[0]}, and rank {high} in {values[1]}: {advice}"
-            return f"{named} is {values[0]} on rank {low} and {values[1]} on rank {high}: {advice}"
+            return f"{name} is {values[0]} on rank {low} and {values[1]} on rank {high}: {advice}"
     return ""
 
 
@@ -98,12 +98,11 @@ def _advice(name: str, values: list[str]) -> str:
         return f"call {functions[0]}() on all ranks"
     if name == "measured costs" or (name == "call" and any(value.startswith("measurement") for value in values)):
         return "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure together"
-    if name.startswith(("step", "optimizer steps")):
-        return "one of them has skipped a step"
-    if name != "call":
-        skipped = "; or one of them has skipped a step" if name.startswith(("lr", "learning_rate")) else ""
-        return f"use the same settings and tensors on all ranks{skipped}"
-    return "make the same calls in the same order on all ranks"
+    if name == "call":
+        return "make the same calls in the same order on all ranks"
+    skipped, advice = "one of them has skipped a step", "use the same settings and tensors on all ranks"
+    rate = name.startswith(("lr", "learning_rate"))
+    return skipped if name.startswith(("step", "optimizer steps")) else f"{advice}; or {skipped}" if rate else advice
 
 
 def _unpack(packed: bytes) -> tuple[list[tuple[str, str]], bool]:

@@ -133,6 +133,7 @@ class Call:
         result: SparseVector | None = None
         raised: BaseException | None = None
         try:
+            transport.contents = self.label.pairs
             self._begin()
             self.state = State.RUNNING
             result = self._exchange()
@@ -193,7 +194,6 @@ class Call:
             error.args = (found,)
 
     def _begin(self) -> None:
-        self.transport.contents = self.label.pairs
         self.comm.begin(self.label.checksum)
 
     def _exchange(self) -> SparseVector:

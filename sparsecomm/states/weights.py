@@ -103,7 +103,7 @@ class WeightComparison(WordsGather):
                 f"{'differs' if len(differing) == 1 else 'differ'} from rank 0. In the first step, load the same "
                 "checkpoint on all ranks, or broadcast the weights (PyTorch: sparsecomm.torch.broadcast_parameters). "
                 "Later, likely causes are different learning rates, or a rank that skipped a step. If your program "
-                "moves weights on purpose (SAM, perturbed or averaged weights), pass check_weights_every=None"
+                "moves weights on purpose (SAM, averaged weights), do not broadcast: pass check_weights_every=None"
             )
 
 

@@ -41,8 +41,7 @@ def _is_scale(value: object, _: object) -> bool:
     return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
-# Entries of an optimizer's groups that do not change its steps.
-_MAY_DIFFER = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_MAY_DIFFER = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}  # in an optimizer's groups
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
 
 
@@ -93,8 +92,6 @@ class GradientExchange(TrainedParameters):
             named, density, comm, scaler, check_weights_every: as in `SparseState`.
             options: those of `sparsecomm.Reducer`.
         """
-        if own := options.keys() & {"tensors", "skip_nonfinite"}:
-            raise InvalidInputError(f"{min(own)} is not an option here; expected other options of sparsecomm.Reducer")
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
         self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
@@ -502,12 +499,10 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
 
 def _number(value: Any) -> object:
     """Return a setting of an optimizer in a form that has the same ``repr`` on all ranks; NaN if it is no number."""
-    if value is None or type(value) in (float, bool):  # fast path
-        return value
     if isinstance(value, (list, tuple)):
         return tuple(map(_number, value))
     value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    return float(value) if type(value) is int else to_float(value)
+    return value if value is None or isinstance(value, bool) else to_float(value)
 
 
 def is_only_making_state() -> bool:

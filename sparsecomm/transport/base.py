@@ -204,8 +204,9 @@ class Transport(ABC):
 
     def describe_call(self) -> str:
         """Return the number of the latest call, and its name."""
-        names = dict(self.contents())
-        return f"call {self.number}, {names.get('call')}".replace(", a step", f", step {names.get('step')}")
+        found = dict(self.contents())
+        name = f", {found['call']}" if "call" in found else ""
+        return f"call {self.number}{name}".replace(", a step", f", step {found.get('step')}")
 
     @property
     def members(self) -> Sequence[int]:

@@ -115,6 +115,7 @@ def test_two_reducers_in_another_order(P: int) -> None:
                 reducer.reduce(gradients(transport.rank))
         for reducer in both:
             reducer.reduce(gradients(transport.rank))
+        assert transport.describe_call() == f"call {transport.number}, step 2 of Reducer 1"
 
     run(P, program)
 
