@@ -137,6 +137,7 @@ class Call:
         result: SparseVector | None = None
         raised: BaseException | None = None
         try:
+            transport.contents = self.label.pairs
             self._begin()
             self.state = RUNNING
             result = self._exchange()
@@ -186,15 +187,15 @@ class Call:
             self._roll_back()
 
     def _explain(self, error: CollectiveMismatchError, peer: int) -> None:
-        """Begin the text of an error with the first difference between the calls of this rank and of ``peer``."""
+        """Let the text of an error be the first difference between the calls of this rank and of ``peer``."""
         contents = pack(self.contents())
         try:
             theirs = self.transport.exchange_contents(peer, contents)
         except CollectiveMismatchError as left:  # another rank has found the difference
-            error.args = (f"{left}. {error}",)
+            error.args = left.args
             return
         if theirs is not None and (found := difference({self.transport.rank: contents, peer: theirs})):
-            error.args = (f"{found}: {error}",)
+            error.args = (found,)
 
     def _begin(self) -> None:
         self.comm.begin(self.label.checksum)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -160,6 +160,7 @@ class Transport(ABC):
         timeout: maximum seconds of a wait, in the latest call.
         skipped: name of the error that kept this rank from beginning a call. It may be one call behind the other ranks.
             Empty if there was none since its last successful call.
+        contents: returns the latest call's names and values, such as its step, for error messages.
         library: name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` accept CUDA device memory.
         simulated: whether the ranks run in one process, in virtual time.
@@ -175,6 +176,7 @@ class Transport(ABC):
     node_of_rank: Sequence[int]
     num_nodes: int
     timeout: float
+    contents: Callable[[], Iterable[tuple[str, object]]] = tuple
     library: str
     device_memory = False
     simulated = False
@@ -185,6 +187,12 @@ class Transport(ABC):
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""
         return time.monotonic()
+
+    def describe_call(self) -> str:
+        """Return the number of the latest call, and its name."""
+        found = dict(self.contents())
+        name = f", {found['call']}" if "call" in found else ""
+        return f"call {self.number}{name}".replace(", a step", f", step {found.get('step')}")
 
     @property
     def members(self) -> Sequence[int]:

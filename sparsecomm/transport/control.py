@@ -379,7 +379,7 @@ class FailureDetector(Transport):
             state = f"rank {peer} last reported that it waits in call {number}"
         state = state and f"; {state}"
         return TimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self.number}{state}. "
+            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self.describe_call()}{state}. "
             f"Rank {peer} may be dead or stuck, or it does not make this call: make the same calls in the same order "
             f"on all ranks. {_IF_SLOW[self._ranks_are]}"
         )
