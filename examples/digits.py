@@ -34,6 +34,9 @@ MEAN_OF = 20  # steps, in the plot
 RUNS = {"Dense": "dense", "Top-k": "allgather", "gTop-k": "butterfly"}
 SHAPES = (64, 128), (128,), (128, 10), (10,)
 CALL = """\
+import numpy as np
+import sparsecomm as sc
+
 residual = np.zeros_like(gradient)  # once; then in every step:
 sc.sparse_allreduce(gradient, 0.01, op="mean", residual=residual, out=gradient)
 weights -= learning_rate * gradient"""
@@ -88,7 +91,7 @@ def train(algorithm: str) -> tuple[float, list[int], list[float]]:
 
 found = {name: train(algorithm) for name, algorithm in RUNS.items()}
 if rank == 0:
-    print(f"{ranks} rank(s), {sum(sizes):,} weights, 1 % of them in each step\n")
+    print(f"{ranks} rank(s), {sum(sizes):,} weights, 1 % of them in each step (by default, SparseAdamW selects 9 %)\n")
     for name, (accuracy, sent, _) in found.items():
         fraction = f"{sent[-1] / found['Dense'][1][-1]:.1%} of dense" if ranks > 1 else "try mpirun -n 4"
         print(f"{name:<8} test accuracy {accuracy:.1%}, sent per rank {sent[-1] / 1e6:.2f} MB ({fraction})")

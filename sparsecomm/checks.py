@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -71,15 +71,21 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
         raise InvalidInputError(f"{name}={quote(value)}: {expected}{did_you_mean(value, known)}")
 
 
+def check_options(function: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Raise `InvalidInputError` if ``options`` are not all keyword arguments of ``function``, which the user called."""
+    known = inspect.signature(function).parameters
+    for name in sorted(options.keys() - known.keys()):
+        meant = did_you_mean({"k": "density", "warmup": "dense_steps"}.get(name, name), known)
+        expected = f"expected some of {', '.join(known)}{meant}"
+        raise InvalidInputError(f"{name} is not an option of {function.__name__}; {expected}")
+
+
 def with_options(options: type, declared: Callable[..., object], **defaults: object) -> Callable[[_F], _F]:
     """Return a decorator that replaces ``**options`` in a function's signature with the single keyword arguments.
 
     `help`, notebooks and the documentation show this signature. Type checkers use ``**options: Unpack[...]`` instead.
-
-    Args:
-        options: the TypedDict that names the keyword arguments.
-        declared: a function with the same parameters. Their annotations and defaults are copied from it.
-        defaults: defaults that override those of ``declared``, by name.
+    The TypedDict ``options`` names the arguments. Their annotations and defaults are those of the function
+    ``declared``, except ``defaults``.
     """
     parameters = inspect.signature(declared).parameters
     keywords = [

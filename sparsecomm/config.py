@@ -1,7 +1,7 @@
 """Settings from environment variables. Each function reads its variable when it is called.
 
-A function raises `InvalidInputError` if its variable is invalid. `Transport.settings` lists the variables that calls
-depend on.
+A function raises `InvalidInputError` if its variable is invalid. `READ_BY_PLANS` are the variables that the plans of
+calls depend on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ _MAX_TIMEOUT = 1e6  # seconds; all clocks and system calls can represent it
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time per period
 _SIMD = ("portable", "avx2", "avx512")
 _PROFILERS = ("torch", "nvtx")
+TIMEOUT = b"SPARSECOMM_TIMEOUT"
+READ_BY_PLANS = TIMEOUT, b"SPARSECOMM_THREADS", b"SPARSECOMM_SIMD", b"SPARSECOMM_PROFILE", b"XDG_CACHE_HOME"
+# The dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another thread sets a variable.
+variable = os.environ._data.get  # type: ignore[attr-defined]
 
 
 def _number(name: str, default: float, min_value: float, max_value: float) -> float:

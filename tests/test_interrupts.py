@@ -24,7 +24,7 @@ ALONE |= {
     "reducer-clip-momentum": scenes._reducer_step(1, clip=5.0, momentum=0.5),
     "reducer-clip-chunks": scenes._reducer_step(1, scope="chunk", chunk=10, decay=0.5, clip=5.0),
 }
-LONG = ("load-DistributedOptimizer", "load-DiLoCo")
+LONG = ("load-DistributedOptimizer", "load-DiLoCo", "torch-optimizer-first")
 
 
 class Alone:

@@ -63,7 +63,7 @@ def pack(pairs: Pairs) -> bytes:
 
 
 def difference(packed: Mapping[int, bytes]) -> str:
-    """Return the first difference between two ranks in words, lower rank first; "" if there is none.
+    """Return the first difference between two ranks, lower rank first, and what to do; "" if there is none.
 
     ``packed``: the packed names and values by rank. Of a rank that sent other bytes, nothing is known.
     """
@@ -84,9 +84,25 @@ def difference(packed: Mapping[int, bytes]) -> str:
         else:
             found = f"number {i} in the order", name, other
         if found[1] != found[2]:
-            shown = _shown(*found[1:])
-            return f"{_shown(found[0])[0]} is {shown[0]} on rank {low} and {shown[1]} on rank {high}"
+            (name,), values = _shown(found[0]), _shown(*found[1:])
+            advice = _advice(name, values)
+            if name == "call":
+                return f"rank {low} is in {values[0]}, and rank {high} in {values[1]}: {advice}"
+            return f"{name} is {values[0]} on rank {low} and {values[1]} on rank {high}: {advice}"
     return ""
+
+
+def _advice(name: str, values: list[str]) -> str:
+    functions = [value.partition("(")[0] for value in values if name == "call" and "(" in value]
+    if len(functions) == 1:
+        return f"call {functions[0]}() on all ranks"
+    if name == "measured costs" or (name == "call" and any(value.startswith("measurement") for value in values)):
+        return "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure together"
+    if name == "call":
+        return "make the same calls in the same order on all ranks"
+    skipped, advice = "one of them has skipped a step", "use the same settings and tensors on all ranks"
+    rate = name.startswith(("lr", "learning_rate"))
+    return skipped if name.startswith(("step", "optimizer steps")) else f"{advice}; or {skipped}" if rate else advice
 
 
 def _unpack(packed: bytes) -> tuple[list[tuple[str, str]], bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import Options
-from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, State, queue_of
+from sparsecomm.calls.queue import FAILED, NO_ENTRIES, Call, Handle, queue_of
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -134,7 +134,7 @@ class LinkMeasurement(Call):
     @property
     def failed(self) -> bool:
         """Whether it failed, and the other ranks know."""
-        return self.must_roll_back and self.state is State.FAILED
+        return self.must_roll_back and self.state is FAILED
 
     def _begin(self) -> None:
         self.comm.begin()

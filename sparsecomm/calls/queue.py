@@ -28,6 +28,7 @@ from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import AT_ONCE, Backends, default_float_mode
 from sparsecomm.calls.label import Label, Pairs, difference, pack
 from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_float
+from sparsecomm.config import READ_BY_PLANS, variable
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -80,6 +81,9 @@ class State(Enum):
     FAILED = 4
 
 
+PLANNED, RUNNING, DECIDED, DONE, FAILED = State  # in Python 3.11, `State.PLANNED` takes ten times longer to read
+
+
 class Call:
     """A `Task`: a collective call on ``transport``. Subclasses set `label` and `comm`, and define `_exchange`.
 
@@ -97,7 +101,7 @@ class Call:
         ``within``: a context in which it is made or left. ``submitted``: roll back even if the call fails before it
         begins, since the program has given its gradient away already.
         """
-        self.transport, self.state = transport, State.PLANNED
+        self.transport, self.state = transport, PLANNED
         self._within, self._submitted = AT_ONCE if within is None else within, submitted
 
     @default_float_mode
@@ -108,7 +112,7 @@ class Call:
     @default_float_mode
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it. Ignored after `run`."""
-        if self.state is State.PLANNED:
+        if self.state is PLANNED:
             self._submitted = True
             with self._within:
                 self._fail(error, self.transport.number)
@@ -116,7 +120,7 @@ class Call:
     @property
     def succeeded(self) -> bool:
         """Whether the call has been decided, even if an exception was raised afterwards."""
-        return self.state is State.DECIDED or self.state is State.DONE
+        return self.state is DECIDED or self.state is DONE
 
     def describe(self) -> str:
         """Return the properties that the ranks must agree on, as text."""
@@ -128,13 +132,14 @@ class Call:
 
     def _run(self) -> SparseVector:
         transport, last = self.transport, self.transport.number
-        if self.state is not State.PLANNED:
+        if self.state is not PLANNED:
             raise TransportError(f"rank {transport.rank}: this call was made before")
         result: SparseVector | None = None
         raised: BaseException | None = None
         try:
+            transport.contents = self.label.pairs
             self._begin()
-            self.state = State.RUNNING
+            self.state = RUNNING
             result = self._exchange()
             transport.conclude()
         except BaseException as error:
@@ -142,7 +147,7 @@ class Call:
                 self._fail(error, last)
                 raise
             raised = error  # the ranks have voted already
-        self.state = State.DECIDED
+        self.state = DECIDED
         assert result is not None
         for _ in range(2):  # the first attempt may run out of memory
             try:
@@ -153,7 +158,7 @@ class Call:
                 raised = raised or error
         else:
             self._roll_back()
-        self.state = State.DONE
+        self.state = DONE
         if raised is not None:
             raise raised
         return result
@@ -163,7 +168,7 @@ class Call:
 
         ``last``: number of the previous call.
         """
-        self.state = State.FAILED
+        self.state = FAILED
         transport = self.transport
         if isinstance(error, KeyboardInterrupt) and not error.args and transport.number != last:
             where = f"rank {transport.rank} of {transport.size} was interrupted in call {transport.number}"
@@ -182,15 +187,15 @@ class Call:
             self._roll_back()
 
     def _explain(self, error: CollectiveMismatchError, peer: int) -> None:
-        """Begin the text of an error with the first difference between the calls of this rank and of ``peer``."""
+        """Let the text of an error be the first difference between the calls of this rank and of ``peer``."""
         contents = pack(self.contents())
         try:
             theirs = self.transport.exchange_contents(peer, contents)
         except CollectiveMismatchError as left:  # another rank has found the difference
-            error.args = (f"{left}. {error}",)
+            error.args = left.args
             return
         if theirs is not None and (found := difference({self.transport.rank: contents, peer: theirs})):
-            error.args = (f"{found}: {error}",)
+            error.args = (found,)
 
     def _begin(self) -> None:
         self.comm.begin(self.label.checksum)
@@ -325,13 +330,13 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Any] = {}
-        self._settings, self._algorithms = Transport.settings(), len(ALGORITHMS)  # for which the plans are valid
+        self._valid_for: list[object] = []  # the number of algorithms, and settings
+        self.find(None)  # sets it
 
     def find(self, key: Hashable) -> Any:
-        settings, algorithms = Transport.settings(), len(ALGORITHMS)
-        if self._settings is not settings or self._algorithms != algorithms:
+        if (now := [len(ALGORITHMS), *map(variable, READ_BY_PLANS)]) != self._valid_for:
             self._plans.clear()
-            self._settings, self._algorithms = settings, algorithms
+            self._valid_for = now
         try:
             return self._plans.get(key)
         except ARGUMENT_ERRORS:
@@ -387,7 +392,7 @@ class CallQueue:
             InvalidInputError: the same thread is making another call.
         """
         self._check_process()
-        if self._handles or not self._calling.acquire(blocking=False):
+        if self._handles or not self._calling.acquire(False):
             return self._call_in_turn(task)
         self._caller = get_ident()
         try:

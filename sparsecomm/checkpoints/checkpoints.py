@@ -131,7 +131,7 @@ class CheckpointFolder:
 
     def exists_on_all_ranks(self) -> bool:
         """Return whether there is a checkpoint for which each rank sees the files that it would load. Collective."""
-        return self._finish(lambda: bool(self._survey("look").complete))
+        return self._finish(lambda: bool(self._survey("exists_on_all_ranks()").complete))
 
     def _finish(self, operation: Callable[[], T]) -> T:
         """Return the result of an operation. If a signal handler raised while it waited, raise that exception."""
@@ -152,7 +152,7 @@ class CheckpointFolder:
 
     def _save(self, step: int, objects: Mapping[str, object], keep: int) -> None:
         folder, rank = self._folder, self._transport.rank
-        survey = self._survey("save")
+        survey = self._survey("save()")
         checkpoint = CheckpointId(max(1, survey.last.run + (step <= survey.last.step)), step, self._transport.size)
         if checkpoint.run > MAX_RUN:
             raise InvalidInputError(
@@ -182,9 +182,9 @@ class CheckpointFolder:
             sync(folder)
             return Prepared()
 
-        label = f"checkpoint {step} of {', '.join(sorted(map(repr, objects)))}, keeping {keep}"
+        label = f"save(step={step}, keep={keep}) of {', '.join(sorted(map(repr, objects)))}"
         self._on_all_or_none(label, write, "save the same checkpoint")
-        self._on_all_or_none(f"rename {label}", rename, "give its file the final name")
+        self._on_all_or_none(f"the end of {label}", rename, "give its file the final name")
         self._remove_older(survey, keep, step)
 
     def _remove_older(self, survey: _Survey, keep: int, step: int) -> None:
@@ -220,7 +220,7 @@ class CheckpointFolder:
     # -- load ---------------------------------------------------------------------------------------------------------
 
     def _load(self, objects: Mapping[str, object], step: int | None) -> Checkpoint | None:
-        survey = self._survey("load the newest" if step is None else f"load {step}")
+        survey = self._survey("load()" if step is None else f"load(step={step})")
         refused: InvalidInputError | None = None
         for checkpoint in survey.complete:
             if step is not None and checkpoint.step != step:
@@ -268,7 +268,7 @@ class CheckpointFolder:
                     values[name] = state
                 return Prepared()
 
-            self._on_all_or_none(f"object {name!r}", adopt, f"load {name!r}")
+            self._on_all_or_none(f"load() of {name!r}", adopt, f"load {name!r}")
         return values
 
     def _read(self, checkpoint: CheckpointId, objects: Mapping[str, object]) -> list[dict[str, Any]]:
@@ -303,12 +303,12 @@ class CheckpointFolder:
                     raise InvalidInputError(f"the file of rank {rank} was not saved together with that of rank 0")
             return Prepared({"save": save_ids[0]})
 
-        self._on_all_or_none("a checkpoint", prepare, "read a checkpoint", ["save"])
+        self._on_all_or_none("load() of a checkpoint", prepare, "read a checkpoint", ["save"])
 
     # -- survey -------------------------------------------------------------------------------------------------------
 
-    def _survey(self, why: str) -> _Survey:
-        """Return which checkpoints the ranks see. Collective: ``why`` is the same on all ranks."""
+    def _survey(self, caller: str) -> _Survey:
+        """Return which checkpoints the ranks see. Collective: ``caller`` is the same on all ranks."""
 
         def look(undo: Undo) -> Prepared:
             seen = [
@@ -319,7 +319,7 @@ class CheckpointFolder:
             job_id, random = lock.job_id_of(self._folder), os.urandom(16).hex()
             return Prepared(note=json.dumps({"seen": seen, "foreign": foreign, "job": job_id, "random": random}))
 
-        notes = self._on_all_or_none(f"checkpoints to {why}", look, f"look for checkpoints in {self._folder}")
+        notes = self._on_all_or_none(caller, look, f"look for checkpoints in {self._folder}")
         by_rank = [json.loads(note) for note in notes]
         seen = [{CheckpointId(*row[:3]): row[3:] for row in rank["seen"]} for rank in by_rank]
         # If any rank has renamed its file, all ranks have written theirs.

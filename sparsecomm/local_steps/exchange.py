@@ -32,7 +32,7 @@ from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
 _log = logging.getLogger("sparsecomm")
-_LABEL = Label.of(("call", "positions of LocalSteps"))
+_LABEL = Label.of(("call", "an exchange of LocalSteps"))
 _WORDS = 6  # round, fragment, division into local steps, checksum of globals, nanoseconds of a local step, late
 _NAMES = "round", "fragment", "local steps", "checksum of the global parameters"
 _COMPARED = len(_NAMES)  # the first words, which must be equal on all ranks

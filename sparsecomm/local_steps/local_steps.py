@@ -437,7 +437,7 @@ class LocalSteps:
         """Load the state that ``prepare`` passes to `prepare_state`. Collective."""
         inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in REDUCER.keys]
         with self._deadline.lock:
-            load(self._connect(), "LocalSteps", ["local_step", *LOCAL_STEPS.keys, *inner], prepare)
+            load(self._connect(), "load_state_dict() of LocalSteps", ["local_step", *LOCAL_STEPS.keys, *inner], prepare)
 
     def prepare_state(self, state: State, undo: Undo) -> Prepared:
         """Convert and check a state for `load_with`. Only the outer optimizer changes; ``undo`` can restore it."""

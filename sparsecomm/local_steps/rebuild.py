@@ -50,7 +50,7 @@ def compared_members(
         library = version("sparsecomm")
     except PackageNotFoundError:  # a checkout that was not installed
         library = "0"
-    label = Label.of(("call", "LocalSteps.rebuild"), ("version of sparsecomm", library), *settings.items())
+    label = Label.of(("call", "rebuild() of LocalSteps"), ("version of sparsecomm", library), *settings.items())
     try:
         return Members(transport, before, joining, step, [nanoseconds], label)
     except CollectiveMismatchError as error:
@@ -87,4 +87,4 @@ def broadcast_outer(
             state = load_outer(outer, state, specs, undo)
         return Prepared({"outer": state})
 
-    load(transport, "LocalSteps.rebuild", ["outer"], prepare)
+    load(transport, "rebuild() of LocalSteps", ["outer"], prepare)

@@ -177,7 +177,7 @@ class Connection:
         keep = not joining and self.transport is not None
         words = [0 if self.transport is None else self.buckets.bucket_bytes]
         number = self._number_on(queue_of(transport))
-        label = Label.of(("call", f"rebuild of Reducer {number}"), *map(_described, specs))
+        label = Label.of(("call", f"rebuild() of Reducer {number}"), *map(_described, specs))
         members = Members(transport, self.transport or self._comm, joining, step, words, label)
         bucket_bytes = next((member.words[0] for member in members.stay if member.words[0]), 0)
         self._attach(comm, transport, bucket_bytes or self._bucket_bytes_on(transport), keep=keep)

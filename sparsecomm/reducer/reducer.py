@@ -442,7 +442,7 @@ class Reducer:
         """
         with self._lock:
             transport = self._connect_between_steps("load_state_dict")
-            load(transport, f"Reducer {self._connection.number}", [*REDUCER.keys, *keys], prepare)
+            load(transport, f"load_state_dict() of Reducer {self._connection.number}", [*REDUCER.keys, *keys], prepare)
 
     def prepare_state(self, state: State, schema: Schema = REDUCER) -> PreparedState:
         """Convert and check a state for `load_with`, by `REDUCER` or an extension of it. Nothing changes yet."""

@@ -12,13 +12,17 @@ from posix.signal cimport sigaction, sigaction_t
 
 cdef extern from "Python.h":
     int PyErr_SetInterruptEx(int number)
+    ctypedef object (*CFunction "PyCFunction")(object self, object argument)
+    CFunction PyCFunction_GetFunction(object function) except? NULL
+    int PyCFunction_GetFlags(object function)
+    int METH_O
 cdef extern from "pythread.h":
     unsigned long PyThread_get_thread_ident() nogil
 
 cdef tuple SIGNALS = tuple(sorted(int(number) for number in _signal.valid_signals()))
 cdef object get_handler = _signal.getsignal
 cdef object set_handler = _signal.signal
-cdef void *handler_of_python = NULL  # the C function that notes signals for Python
+cdef sigaction_t of_python  # the C handler with which Python notes signals, and its flags; NULL until they are known
 
 # The gate of the main thread, or of the simulated rank that runs.
 cdef int depth = 0  # of nested gates
@@ -52,33 +56,29 @@ cdef class NotingHandler:
 
     cdef int replace(self) except -1:
         """Replace the handler, unless C code has installed one of its own."""
-        global handler_of_python
-        cdef sigaction_t now
         sigaction(self.number, NULL, &self.before)
-        if handler_of_python != NULL and <void *>self.before.sa_handler != handler_of_python:
+        if of_python.sa_handler != NULL and self.before.sa_handler != of_python.sa_handler:
             return 0
         try:
             former = set_handler(self.number, self)  # which first runs the handlers of signals that are pending
         except ValueError:  # this is a subinterpreter, which cannot set handlers
             return 0
-        sigaction(self.number, NULL, &now)
-        handler_of_python = <void *>now.sa_handler
+        if of_python.sa_handler == NULL:
+            sigaction(self.number, NULL, &of_python)
         self.handler = former
         replaced.append(self)
-        if not callable(former) or <void *>self.before.sa_handler != handler_of_python:
+        if not callable(former) or self.before.sa_handler != of_python.sa_handler:
             replaced.pop()
             self.restore()
         return 0
 
     cdef int restore(self) except -1:
         """Restore the former handler, unless the program has set another one meanwhile."""
-        cdef sigaction_t now
         error = None
         while get_handler(self.number) is self:
             try:
                 set_handler(self.number, self.handler)
-                sigaction(self.number, NULL, &now)
-                if now.sa_flags != self.before.sa_flags or <void *>self.before.sa_handler != <void *>now.sa_handler:
+                if self.before.sa_flags != of_python.sa_flags or self.before.sa_handler != of_python.sa_handler:
                     sigaction(self.number, &self.before, NULL)
             except BaseException as raised:  # by the handler of a pending signal
                 error = error or raised
@@ -89,8 +89,10 @@ cdef class NotingHandler:
 
 cdef int replace_handlers() except -1:
     cdef NotingHandler noting
+    cdef CFunction get = PyCFunction_GetFunction(get_handler)  # saves a quarter of the gate's time
+    cdef bint direct = PyCFunction_GetFlags(get_handler) == METH_O
     for number in SIGNALS:
-        handler = get_handler(number)
+        handler = get(_signal, number) if direct else get_handler(number)
         if handler is None or type(handler) is int or type(handler) is NotingHandler:
             continue
         if callable(handler):

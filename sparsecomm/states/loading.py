@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from sparsecomm.calls.collectives import WordsGather
-from sparsecomm.calls.label import Label
+from sparsecomm.calls.label import Label, Pairs
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, describe, text_of
+from sparsecomm.errors import InvalidInputError, describe, text_of
 from sparsecomm.signals import Opened, deferred, interrupt_in
 from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
@@ -67,7 +67,7 @@ def load(
 
     Args:
         transport: the ranks that take part.
-        label, keys: identify the call, and must be the same on all ranks. ``keys`` are the keys of ``Prepared.common``.
+        label, keys: name the call, and must be the same on all ranks. ``keys`` are the keys of ``Prepared.common``.
         prepare: step 1 above. Before each change, it appends a function to the list that it receives; the function
             undoes the change.
         action: the action in words, for error messages.
@@ -102,7 +102,7 @@ def load(
             own_error = _name_rank(raised, rank, action)
             lines = [text_of(own_error)[:_MAX_ERROR] or "no message"]
     try:
-        lines_by_rank, error = _gather_lines(transport, f"load {label} {[*keys]}", lines, pending)
+        lines_by_rank, error = _gather_lines(transport, [("call", label), ("keys", [*keys])], lines, pending)
     except BaseException as raised:
         lines_by_rank, error = [], raised
     refusal: BaseException | None = None  # why no rank loads
@@ -111,10 +111,6 @@ def load(
         error = error or refusal
     elif interrupt is not None:
         error = interrupt
-    elif isinstance(error, CollectiveMismatchError):
-        mismatch = CollectiveMismatchError(f"a rank does not {action}. {error}")
-        mismatch.__cause__ = error
-        error = mismatch
     if lines_by_rank and refusal is None and prepared is not None:
         prepared.commit()
     else:
@@ -128,7 +124,7 @@ def load(
 
 
 def _gather_lines(
-    transport: Transport, label: str, lines: Sequence[str], interrupts: Interrupts
+    transport: Transport, label: Pairs, lines: Sequence[str], interrupts: Interrupts
 ) -> tuple[list[list[str]], BaseException | None]:
     """Return the lines of each rank, and an error or ``None``.
 
@@ -140,17 +136,17 @@ def _gather_lines(
     if not lengths:
         return [], first_error
     size = -(-max(lengths) // 8) * 8
-    words, error = _gather(transport, "lines", np.frombuffer(data.ljust(size), "<u8").tolist(), interrupts)
+    words, error = _gather(transport, [("call", "lines")], np.frombuffer(data.ljust(size), "<u8").tolist(), interrupts)
     texts = np.array(words, "<u8").tobytes()
     found = [texts[size * i : size * i + length].decode() for i, length in enumerate(lengths)] if words else []
     return [text.split("\n") for text in found], error or first_error
 
 
 def _gather(
-    transport: Transport, label: str, words: list[int], interrupts: Interrupts
+    transport: Transport, label: Pairs, words: list[int], interrupts: Interrupts
 ) -> tuple[list[int], BaseException | None]:
     """Return the words of all ranks, and an error or ``None``: see `_gather_lines`."""
-    call = WordsGather(transport, words, Label.of(("call", label)))
+    call = WordsGather(transport, words, Label.of(*label))
     handle, failure = queue_of(transport).submit(call), None
     while True:
         try:

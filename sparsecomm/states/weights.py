@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,7 @@ from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import NO_ENTRIES, queue_of
 from sparsecomm.checks import quote, to_int
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError, listed
+from sparsecomm.errors import InvalidInputError, WeightMismatchError, listed
 from sparsecomm.primitives.communicator import ROUNDS, broadcast_words, gather_words
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
@@ -65,14 +66,7 @@ def compare_weights(
     ``call(make)`` finds the transport, makes the collective call ``make(transport)``, and returns that comparison.
     """
     named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
-    try:
-        comparison = call(lambda transport: WeightComparison(transport, named))
-    except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(
-            f"{error}. In check_weights, all ranks need the same number, order, names, types and shapes of tensors; "
-            f"this rank has {len(named)}"
-        ) from error
-    comparison.check()
+    call(lambda transport: WeightComparison(transport, named)).check()
 
 
 class WeightComparison(WordsGather):
@@ -88,7 +82,7 @@ class WeightComparison(WordsGather):
             description, data = interop.content(tensor, name)
             self._descriptions.append((name, description))
             checksums.append(checksum(data))
-        super().__init__(transport, checksums, Label.of(("call", "check_weights"), *self._descriptions))
+        super().__init__(transport, checksums, Label.of(("call", "check_weights()"), *self._descriptions))
 
     def _exchange(self) -> SparseVector:
         expected = broadcast_words(self.comm, self.words, 0)
@@ -105,10 +99,11 @@ class WeightComparison(WordsGather):
             differing = [r for r, position in enumerate(firsts) if position < len(tensors)]
             raise WeightMismatchError(
                 f"{', '.join(tensors[first])}: the weights of rank {rank} differ from rank 0's. Of {len(tensors)} "
-                f"tensors, this is the first that differs; {format_ranks(differing)} of {len(firsts)} differ from rank "
-                "0. Give all ranks the same weights: load the same checkpoint, or broadcast them (PyTorch: "
-                "sparsecomm.torch.broadcast_parameters). If your program moves weights before the exchange and moves "
-                "them back (SAM, perturbed or averaged weights), do not broadcast: pass check_weights_every=None"
+                f"tensors, this is the first that differs. Of {len(firsts)} ranks, {format_ranks(differing)} "
+                f"{'differs' if len(differing) == 1 else 'differ'} from rank 0. In the first step, load the same "
+                "checkpoint on all ranks, or broadcast the weights (PyTorch: sparsecomm.torch.broadcast_parameters). "
+                "Later, likely causes are different learning rates, or a rank that skipped a step. If your program "
+                "moves weights on purpose (SAM, averaged weights), do not broadcast: pass check_weights_every=None"
             )
 
 
@@ -130,21 +125,27 @@ class FirstStep(WordsGather):
         """Warn if the call has found all gradients equal, or buffers that differ."""
         gradients, buffers = self.words[::2], self.words[1::2]
         if len(gradients) > 1 and gradients[0] and len(set(gradients)) == 1:
-            warnings.warn(
+            _warn(
                 f"the gradients of the first step are the same on all {len(gradients)} ranks, bit for bit, before "
                 "sparsecomm exchanges them. If another library averages them (DistributedDataParallel, Horovod, "
                 "FSDP), every step sends dense gradients: train the plain model. If all ranks train on the same "
-                "samples, give each rank different ones: use a DistributedSampler, or a seed by rank",
-                stacklevel=2,
+                "samples, give each rank different ones: use a DistributedSampler, or a seed by rank"
             )
         if 0 not in buffers and len(set(buffers)) > 1:
-            warnings.warn(
+            _warn(
                 f"the ranks' buffers differ after the first step ({listed(self._buffers, 3)}), since each rank updates "
                 "them from its own samples. Before you evaluate or save the model, call "
                 "sparsecomm.torch.broadcast_parameters(model.named_buffers()), or average them "
-                "(docs/guides/troubleshooting.md, Buffers)",
-                stacklevel=2,
+                "(docs/guides/troubleshooting.md, Buffers)"
             )
+
+
+def _warn(text: str) -> None:
+    """Warn at the line of the program that called this library, directly or through PyTorch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("sparsecomm.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def checksum(data: Array) -> int:

@@ -263,9 +263,9 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
                 raise TypeError(seen)
             found.append((name, tensor))
     except ARGUMENT_ERRORS as error:
+        source = "named_parameters" if argument == "named_parameters" else "state_dict"
         raise InvalidInputError(
-            f"{argument}: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as from "
-            "model.named_parameters()"
+            f"{argument}: {seen}; expected names and tensors: pass model.{source}(), a dict {{'weight': x}}, or pairs"
         ) from error
     return found
 

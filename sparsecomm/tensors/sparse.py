@@ -99,7 +99,7 @@ class SparseVector:
     @property
     def nnz(self) -> int:
         """Number of entries."""
-        return int(self.values.shape[0])
+        return len(self.values)
 
     @property
     def _accumulator(self) -> ArrayDType:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
-from sparsecomm.calls.label import Label
-from sparsecomm.checks import to_float, with_options
+from sparsecomm.calls.label import Label, Pairs, by_name
+from sparsecomm.checks import check_options, to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import STATE_FIELDS
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -43,6 +43,7 @@ def _is_scale(value: object, _: object) -> bool:
     return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
+_MAY_DIFFER = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}  # in an optimizer's groups
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale), **STATE_FIELDS})
 
 
@@ -94,8 +95,6 @@ class GradientExchange(TrainedParameters):
             named, density, comm, scaler, check_weights_every: as in `SparseState`.
             options: those of `sparsecomm.Reducer`.
         """
-        if own := options.keys() & {"tensors", "skip_nonfinite"}:
-            raise InvalidInputError(f"{min(own)} is not an option here; expected other options of sparsecomm.Reducer")
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
         self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
@@ -111,6 +110,7 @@ class GradientExchange(TrainedParameters):
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # gradients, and contiguous memory for means
         self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
         self.exchanged, self.step_failed, self.num_steps = False, False, 0
+        self._shared: tuple[list[dict[str, object]], Label] = [], Label.of()  # settings of the latest step
 
     @property
     def reducer(self) -> Reducer:
@@ -166,7 +166,7 @@ class GradientExchange(TrainedParameters):
         reducer = self.reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
-            reducer.label = Label.of(("optimizer steps", self.num_steps))
+            reducer.label = self._label()
             if self._scaler is not None:
                 scale = float(self._scaler.get_scale())
                 if self._scale is not None and scale != self._scale:
@@ -177,6 +177,25 @@ class GradientExchange(TrainedParameters):
         if not reducer.pushed(name):  # otherwise the push is refused
             self._outs[name] = target, mean
         reducer.push(name, None if absent else mean, mean)
+
+    def _label(self) -> Label:
+        """Return what the ranks must share: the optimizer's steps, and the numbers in its groups (lr, momentum ...)."""
+        owners = [reference() for reference in self._owners]
+        groups = [g for owner in owners if isinstance(owner, torch.optim.Optimizer) for g in owner.param_groups]
+        settings = [{k: _number(value) for k, value in g.items() if k not in _MAY_DIFFER} for g in groups]
+        if settings != self._shared[0]:
+            group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+            used = {name: group_of[id(p)] for name, p in self.named.items()}
+            order = {i: n for n, i in enumerate(dict.fromkeys(used.values()))}  # of groups with exchanged parameters
+            compared = [order[i] for i in used.values()], [sorted(settings[i].items()) for i in order]
+
+            def pairs() -> Pairs:
+                options = {option for i in order for option in settings[i]}
+                for option in sorted(options, key=lambda option: (option != "lr", option)):
+                    yield from by_name(option, {name: settings[i].get(option) for name, i in used.items()})
+
+            self._shared = settings, Label(compared, pairs)
+        return Label.of(("optimizer steps", self.num_steps)) + self._shared[1]
 
     def _local_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a gradient. Refuse sparse tensors."""
@@ -354,6 +373,7 @@ class SparseState(GradientExchange):
     def __init__(
         self, named_parameters: NamedParameters, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
     ) -> None:
+        check_options(SparseState, options)
         if options.get("op") == "sum":
             raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
         comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # not pickled
@@ -479,6 +499,14 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
     The hook of DDP's last bucket waits for all exchanges.
     """
     return state.run_hook(bucket)
+
+
+def _number(value: Any) -> object:
+    """Return a setting of an optimizer in a form that has the same ``repr`` on all ranks; NaN if it is no number."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_number, value))
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return value if value is None or isinstance(value, bool) else to_float(value)
 
 
 def is_only_making_state() -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.checks import with_options
+from sparsecomm.checks import check_options, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.signals import deferred
@@ -51,6 +51,7 @@ def register(
     Raises:
         InvalidInputError: ``ddp`` is not a DDP model, or has a hook already, or an argument is not supported.
     """
+    check_options(register, options)
     _check_free(ddp)
     if options.get("comm") is None:
         options["comm"] = ddp.process_group
@@ -138,6 +139,7 @@ def register_fsdp(
         InvalidInputError: no parameter is sharded, the ranks of ``comm`` hold different shards, FSDP sums over them
             itself, or an argument is not supported.
     """
+    check_options(register_fsdp, options)
     state = ShardedState([(name, p) for name, p in parameters_of(model) if is_sharded(p)], density, **options)
     state.begin()
     return state

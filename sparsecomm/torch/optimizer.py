@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
-from sparsecomm.checks import quote, to_int, with_options
+from sparsecomm.checks import check_options, quote, to_int, with_options
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
@@ -76,6 +76,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     Raises:
         InvalidInputError: an argument is not supported, or both optimizer and options have momentum.
     """
+    check_options(DistributedOptimizer, options)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInputError(f"optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer")
     before: AutogradExchange | None = vars(optimizer).get("_exchange")

@@ -68,11 +68,12 @@ class TrainedParameters:
         comm = transport_of(self.comm)
         shards = [_describe(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
         if shards and comm.size > 1:
-            _compare(
-                comm,
-                Label.of(("call", "comparison of shards"), *shards),
-                f"The ranks of comm hold different shards; pass ranks that hold the same: {_HYBRID}",
-            )
+            try:
+                queue_of(comm).call(WordsGather(comm, [], Label.of(("call", "comparison of shards"), *shards)))
+            except CollectiveMismatchError as error:
+                raise CollectiveMismatchError(
+                    f"{error}. The ranks of comm hold different shards; pass ranks that hold the same: {_HYBRID}"
+                ) from error
         return comm
 
     def with_frozen(self, tensors: Mapping[str, object]) -> dict[str, object]:
@@ -218,12 +219,8 @@ def broadcast_parameters(
     for name, t in named:
         if why := _unwritable(t):
             raise InvalidInputError(f"{name} {why}")
-    _compare(
-        transport,
-        Label.of(("call", "broadcast_parameters"), ("root", root), *(_describe(name, t) for name, t in named)),
-        "In broadcast_parameters, all ranks need the same root and the same number, names, types and shapes of "
-        f"tensors; rank {transport.rank} has {len(named)}",
-    )
+    label = Label.of(("call", "broadcast_parameters()"), ("root", root), *(_describe(name, t) for name, t in named))
+    queue_of(transport).call(WordsGather(transport, [], label))
     for _, tensor in named:
         tensor = local(tensor)
         contiguous = tensor.resolve_conj().resolve_neg().contiguous()
@@ -312,14 +309,6 @@ def _dimensions_spanned(mesh: DeviceMesh, ranks: list[int]) -> list[int]:
 
 def _dimension_name(mesh: DeviceMesh, d: int) -> str:
     return f"dimension {d}" if mesh.mesh_dim_names is None else f"dimension {mesh.mesh_dim_names[d]!r}"
-
-
-def _compare(transport: Transport, label: Label, advice: str) -> None:
-    """Raise `CollectiveMismatchError`, ending with ``advice``, if the ranks' labels differ. Collective."""
-    try:
-        queue_of(transport).call(WordsGather(transport, [], label))
-    except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(f"{error}. {advice}") from error
 
 
 def _describe(name: str, t: DTensor) -> tuple[str, str]:

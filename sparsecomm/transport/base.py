@@ -6,11 +6,10 @@ call. A call "counts" if its result is valid. `MessageMemory` builds messages.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
     import torch.distributed
     from mpi4py import MPI
 
-# The dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another thread sets a variable.
-_find_variable = os.environ._data.get  # type: ignore[attr-defined]
-_NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSECOMM_PROFILE", "XDG_CACHE_HOME"
-_READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
-_settings: list[object] = []
 MAX_CALL_BYTES = 256  # maximum size of the call description passed to `Transport.begin`
 MAX_CONTENTS_BYTES = 200_000  # maximum size of the contents passed to `Transport.exchange_contents`
 
@@ -108,8 +102,10 @@ class TrafficCounters:
 
     def end_sum(self) -> None:
         """Count traffic as set-up traffic again."""
-        sent, received = self.setup
-        self._sums, self._before = (self.bytes_sent - sent, self.bytes_received - received), None
+        assert self._before is not None
+        (sent, received), before = self._sums, self._before
+        self._sums = sent + self.bytes_sent - before[0], received + self.bytes_received - before[1]
+        self._before = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +160,7 @@ class Transport(ABC):
         timeout: maximum seconds of a wait, in the latest call.
         skipped: name of the error that kept this rank from beginning a call. It may be one call behind the other ranks.
             Empty if there was none since its last successful call.
+        contents: returns the latest call's names and values, such as its step, for error messages.
         library: name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` accept CUDA device memory.
         simulated: whether the ranks run in one process, in virtual time.
@@ -179,6 +176,7 @@ class Transport(ABC):
     node_of_rank: Sequence[int]
     num_nodes: int
     timeout: float
+    contents: Callable[[], Iterable[tuple[str, object]]] = tuple
     library: str
     device_memory = False
     simulated = False
@@ -186,19 +184,15 @@ class Transport(ABC):
     skipped = ""
     queue: Any = None  # the layer above defines its type
 
-    @staticmethod
-    def settings() -> list[object]:
-        """Return the values of the environment variables that calls read: the same object until one changes."""
-        global _settings
-        before, found = _settings, [*map(_find_variable, _READ_IN_CALLS)]
-        if found != before:
-            _settings = found
-            return found
-        return before
-
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""
         return time.monotonic()
+
+    def describe_call(self) -> str:
+        """Return the number of the latest call, and its name."""
+        found = dict(self.contents())
+        name = f", {found['call']}" if "call" in found else ""
+        return f"call {self.number}{name}".replace(", a step", f", step {found.get('step')}")
 
     @property
     def members(self) -> Sequence[int]:
@@ -368,18 +362,18 @@ def existing_transport(comm: Comm = None) -> Transport | None:
         if comm is not None and isinstance(comm, Transport):
             return comm
         if (group := group_of(comm)) is not None:
-            return None if type(group) is int else _existing("process_group", group)
+            return None if type(group) is int else _existing("sparsecomm.transport.process_group", group)
         if comm is not None:
             raise InvalidInputError(
                 f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py communicator, a process group of "
                 "torch.distributed, a transport, or None for all ranks of the job"
             )
-    return _existing("mpi", comm)
+    return _existing("sparsecomm.transport.mpi", comm)
 
 
-def _existing(kind: str, comm: Any) -> Transport | None:
-    """Return the transport of ``comm`` if its module has been imported and has one."""
-    find: Any = getattr(sys.modules.get(f"sparsecomm.transport.{kind}"), "existing", None)
+def _existing(module: str, comm: Any) -> Transport | None:
+    """Return the transport of ``comm`` if the module for such communicators has been imported and has one."""
+    find: Any = getattr(sys.modules.get(module), "existing", None)
     return None if find is None else find(comm)
 
 

@@ -109,7 +109,7 @@ class FailureDetector(Transport):
         self.node_of_rank, self.num_nodes = node_of_rank, num_nodes or len(set(node_of_rank))
         self.counters = TrafficCounters()
         self.number = 0
-        self._settings: object = None  # from which `timeout` was read
+        self._timeout_text: object = ...  # the variable from which `timeout` was read; not read yet
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._in_call = False  # between `begin` and `end` or `abort`
@@ -176,8 +176,8 @@ class FailureDetector(Transport):
                 self._check_leavers()
 
     def _read_timeout(self) -> None:
-        if (settings := self.settings()) is not self._settings:
-            self.timeout, self._settings = config.timeout(), settings
+        if (text := config.variable(config.TIMEOUT)) is not self._timeout_text:
+            self.timeout, self._timeout_text = config.timeout(), text
 
     def end(self) -> None:
         self._in_call, self.skipped, self.last_success = False, "", self.number
@@ -379,7 +379,7 @@ class FailureDetector(Transport):
             state = f"rank {peer} last reported that it waits in call {number}"
         state = state and f"; {state}"
         return TimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self.number}{state}. "
+            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self.describe_call()}{state}. "
             f"Rank {peer} may be dead or stuck, or it does not make this call: make the same calls in the same order "
             f"on all ranks. {_IF_SLOW[self._ranks_are]}"
         )

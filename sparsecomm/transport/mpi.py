@@ -34,6 +34,7 @@ from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of t
 
 _NUM_TAGS = 2**14  # data messages use tags 1 to _NUM_TAGS; MPI guarantees at least 32767
 _CONTROL = struct.Struct("<8sqB")  # header of a control message: token of the transport, call number, kind
+_MAX_CONTROL_MESSAGE = _CONTROL.size + MAX_CONTROL_BYTES
 _MAX_CONTROL_READS = 1000  # control messages read before the next check of the clock
 _DEATH_CLASSES = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
 _SETUP_RECORD = struct.Struct(f"<9s{job.NODE_ID_BYTES}sq")  # each rank's token and voting flag, node id, piece limit
@@ -118,7 +119,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         if seconds:
             time.sleep(min(seconds, 1e-3))
         for _ in range(_MAX_CONTROL_READS):
-            if (received := self.recv_control(_CONTROL.size + MAX_CONTROL_BYTES)) is None:
+            if (received := self.recv_control(_MAX_CONTROL_MESSAGE)) is None:
                 break
             rank, nbytes, message = received
             if nbytes != len(message) or nbytes < _CONTROL.size:

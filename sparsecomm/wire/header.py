@@ -153,15 +153,7 @@ class CallSignature:
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
         advice = "make the same calls in the same order on all ranks, with the same labels, tensors and settings"
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
-            advice = (
-                'the ranks use different measured costs, by which "auto" selects; give all ranks the same profile '
-                "(SPARSECOMM_PROFILE), or none, so that they measure together"
-            )
-        elif MEASUREMENT in (self.algorithm, other.algorithm):
-            advice += "; ranks without a profile measure, so give all ranks the same one (SPARSECOMM_PROFILE), or none"
-        for name in _OPTIONAL:
-            if name in fields:
-                advice += f"; pass {name}= on all ranks, or on none"
+            advice = "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure together"
         made = f"rank {rank} made {self.describe()}; rank {their_rank} made {other.describe()}"
         error = CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}")
         error.peer = their_rank

@@ -110,6 +110,8 @@ class Plain(Wire):
             middle = count * index.itemsize
             return memory.get(data[:middle], index), memory.get(data[middle:], value)
         middle = count * value.itemsize
+        if memory is HOST:  # takes half the time of two slices and two views
+            return np.frombuffer(data, index, count, middle), np.frombuffer(data, value, count)
         return memory.get(data[middle:], index), memory.get(data[:middle], value)
 
 

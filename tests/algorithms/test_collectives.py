@@ -62,7 +62,7 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
     ops = ["sum", "mean"] + ["mean_of_contributors"] * (dtype == "float32" and not rule.cannot_count_contributors)
     sizes = st.one_of(st.integers(1, 300), st.sampled_from([1, 97, 3000]))
 
-    @settings(max_examples=8)
+    @settings(max_examples=6)
     @given(st.data(), sizes, data.seeds, st.sampled_from(ops), st.booleans(), st.sampled_from(wires))
     def check(draw: st.DataObject, n: int, seed: int, op: str, wider: bool, wire: str) -> None:
         chunk, nodes, few_bits = None, nodes_of(P), wire in FEW_BITS

@@ -182,25 +182,6 @@ def test_a_reducer(mode: str, options: dict[str, Any]) -> None:
     same_in_every_mode(mode, program)
 
 
-@every_mode
-@pytest.mark.parametrize("outer", [None, sc.NesterovSGD])
-def test_local_steps(mode: str, outer: Any) -> None:
-    options: dict[str, Any] = {"fragments": 2, "fragment_update_alpha": 0.3, "chunk": 16, "wire": "packed"}
-
-    def program(transport: simulated.SimulatedTransport, in_mode: Any) -> list[Any]:
-        tensors = {"a": small(200, "float32", 0), "b": small(50, "float32", 1)}
-        rule = outer and outer(0.4)
-        local = sc.LocalSteps(tensors, 0.3, sync_every=2, comm=transport, dense_below=0, outer=rule, **options)
-        for step in range(6):
-            for seed, array in enumerate(tensors.values()):
-                array += small(array.size, "float32", 100 * step + 10 * transport.rank + seed)
-            with in_mode():
-                local.step(tensors)
-        return [*tensors.values(), *local.global_parameters().values()]
-
-    same_in_every_mode(mode, program)
-
-
 def huge(n: int, dtype: str, seed: int) -> np.ndarray:
     """Return numbers whose sums and squares overflow, some zeros, and some whose quotients are denormals."""
     rng = np.random.default_rng(seed)
@@ -210,7 +191,7 @@ def huge(n: int, dtype: str, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("numbers", [small, huge])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", ["queue", "dense", "momentum", "clip", "skip", "adamw", "outer"])
+@pytest.mark.parametrize("way", ["queue", "dense", "momentum", "clip", "skip", "adamw", "local", "outer"])
 def test_trainings(way: str, mode: str, numbers: Callable[[int, str, int], np.ndarray]) -> None:
     options: dict[str, Any] = {
         "momentum": {"momentum": 0.9, "decay": 0.7},
@@ -223,19 +204,23 @@ def test_trainings(way: str, mode: str, numbers: Callable[[int, str, int], np.nd
         with in_mode():
             if way == "adamw":
                 adamw = sc.SparseAdamW({"w": weights}, density=0.3, comm=transport, dense_steps=0, betas=(0.9, 0.99))
-            elif way == "outer":
-                local = sc.LocalSteps({"w": weights}, 0.3, sync_every=2, comm=transport, outer=sc.NesterovSGD())
+            elif way in ("local", "outer"):
+                rule: dict[str, Any] = (
+                    {"outer": sc.NesterovSGD(0.4), "wire": "packed"} if way == "outer" else {"chunk": 16}
+                )
+                rule |= {"fragment_update_alpha": 0.3, "dense_below": 0}
+                local = sc.LocalSteps({"w": weights}, 0.3, sync_every=2, comm=transport, **rule)
             elif options:
                 reducer = sc.Reducer({"w": weights}, 0.3, comm=transport, dense_below=0, **options)
         for step in range(6):
             x = numbers(100, "float32", 10 * step + transport.rank)
-            if way == "outer":
+            if way in ("local", "outer"):
                 with np.errstate(over="ignore"):
                     weights += x
             with in_mode():
                 if way == "adamw":
                     adamw.step({"w": x})
-                elif way == "outer":
+                elif way in ("local", "outer"):
                     local.step({"w": weights})
                 elif options:
                     reducer.reduce({"w": x})

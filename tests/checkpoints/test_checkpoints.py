@@ -203,7 +203,13 @@ def test_no_rank_saves_if_one_cannot(fault: str, tmp_path: Path, saving: Saving)
             assert saving.load(tmp_path / "c", {"x": None}, comm=transport) == Checkpoint(1, {"x": 1}, 3)
 
     kind = sc.CollectiveMismatchError if fault in ("step", "name") else sc.InvalidInputError
-    said = {"folder": "file", "type": "PosixPath", "state": "not now"}
+    said = {
+        "step": "2 in save(step=5, keep=1) of 'x'",
+        "name": "2 in save(step=2, keep=1) of 'y'",
+        "folder": "file",
+        "type": "PosixPath",
+        "state": "not now",
+    }
     for error in errors(3, program):
         assert isinstance(error, kind)
         assert said.get(fault, "same checkpoint") in str(error), error

@@ -165,6 +165,7 @@ def test_what_is_taken(network: Network, step: float, expected: set[str]) -> Non
     assert taken.method in expected
     said = methods.advice(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
     assert said[0] == ("Sparse sums do not pay here." if taken.method == methods.DENSE else "Sparse sums pay here.")
+    assert ("The simplest change: SparseAdamW" in " ".join(said)) == (taken.H > 1)
     assert all(len(line) <= 100 or line.startswith("    ") for line in said)
 
 

@@ -199,7 +199,7 @@ def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.C
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name, marks=one_in(12, i)) for i, fault in enumerate(FAULTS)]
+    "fault", [pytest.param(fault, id=fault.name, marks=one_in(34, i)) for i, fault in enumerate(FAULTS)]
 )
 def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
     try:

@@ -214,7 +214,11 @@ def test_nothing_is_lost(P: int, dtype: str, wire: str, lacking: bool) -> None:
         name: (w.astype(real).astype(float).ravel(), np.zeros((4, w.size))) for name, w in weights().items() if w.size
     }
     for step, (everyones, outcomes) in enumerate(
-        zip([[pushed(step, rank) for rank in range(P)] for step in range(steps)], zip(*results, strict=True), strict=True)
+        zip(
+            [[pushed(step, rank) for rank in range(P)] for step in range(steps)],
+            zip(*results, strict=True),
+            strict=True,
+        )
     ):
         check_equal([*outcomes])
         moments, units = whole([state for _, state in outcomes])
@@ -566,7 +570,9 @@ def test_states_of_version_2_load(P: int) -> None:
         root, updated = np.sqrt(its["squares"].ravel()) + np.float32(1e-3), its["last"].ravel() > 0
         np.testing.assert_array_equal(units[name], 2.0 ** np.floor(np.log2(root)))
         np.testing.assert_array_equal(found[name]["squares"], np.where(updated, its["squares"].ravel(), 0))
-        total = sum(gradients(step, rank)[name].ravel() + waiting[rank][name].ravel() * units[name] for rank in range(P))
+        total = sum(
+            gradients(step, rank)[name].ravel() + waiting[rank][name].ravel() * units[name] for rank in range(P)
+        )
         last, flat = its["last"].ravel(), [its[key].ravel().astype(float) for key in ("mean", "squares")]
         a = step + 1 - last
         flat[1] = np.where(updated, flat[1], 0)

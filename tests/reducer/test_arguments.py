@@ -34,8 +34,8 @@ def test_names_and_tensors(tensors: Any) -> None:
 @pytest.mark.parametrize(
     ("tensors", "seen"),
     [
-        ([X], "got list with ndarray in it; expected names and tensors: a dict"),
-        (X, "got ndarray; expected names and tensors: a dict"),
+        ([X], "got list with ndarray in it; expected names and tensors: pass"),
+        (X, "got ndarray; expected names and tensors: pass"),
         ([("x", X, 3)], "got list with tuple in it; expected names"),
         (3, "got int; expected names"),
         ({3: X}, "got the name 3; expected names"),

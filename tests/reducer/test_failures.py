@@ -111,10 +111,11 @@ def test_two_reducers_in_another_order(P: int) -> None:
         for reducer in both:
             reducer.reduce(gradients(transport.rank))
         for reducer in reversed(both) if transport.rank == 1 else both:
-            with pytest.raises(sc.CollectiveMismatchError, match=r"call is a step of Reducer \d on rank"):
+            with pytest.raises(sc.CollectiveMismatchError, match=r"is in a step of Reducer \d, and rank \d in a"):
                 reducer.reduce(gradients(transport.rank))
         for reducer in both:
             reducer.reduce(gradients(transport.rank))
+        assert transport.describe_call() == f"call {transport.number}, step 2 of Reducer 1"
 
     run(P, program)
 
@@ -132,7 +133,7 @@ def another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SumCall, "run", fails)
 
 
-MISMATCH = "call is .*another on rank 1"
+MISMATCH = "rank 0 is in .*, and rank 1 in another|rank 1 is in another"
 
 
 @several
@@ -205,6 +206,7 @@ def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_noth
 # -- NaN --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 @every_scope
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ FIXED = [
     "inputs --inputs 200 --jobs 0",
     "states --states 25 --jobs 0",
     "signals --calls 250 --ranks 1 3 --over simulated",
-    pytest.param("lives --lives 25 --jobs 0", marks=needs_process_groups),
-    pytest.param("signals --calls 200 --ranks 1 --over files", marks=needs_process_groups),
+    pytest.param("lives --lives 20 --jobs 0", marks=needs_process_groups),
+    pytest.param("signals --calls 100 --ranks 1 --over files", marks=needs_process_groups),
     pytest.param("threads --calls 1000 --forks 20 --pool-only", marks=[needs_compiler, pytest.mark.exhaustive]),
 ]
 NEW = [

@@ -1,4 +1,4 @@
-"""Changes that programs make to an optimizer between two steps, and trainings with them, in a process that is one rank.
+"""Changes that programs make to an optimizer between two steps, and trainings with them.
 
 `WAYS` are found in other people's code: resets and pruning as in ReLoRA, dormant neurons, shared memory as in A3C,
 offloading as in trainers of large models, averages of weights, snapshots, and schedulers of settings. The oracle is
@@ -9,30 +9,20 @@ from __future__ import annotations
 
 import collections
 import copy
-import faulthandler
-import json
 import math
-import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from sparsecomm.errors import InvalidInputError
 from sparsecomm.torch import SparseAdamW
 
 SHAPES = {"matrix": (120, 34), "bias": (14,), "kernel": (5, 3, 4, 2), "number": ()}  # each rank owns some of it
 MOMENTS = "exp_avg", "exp_avg_sq"
-STEPS, CHANGED = 12, 6  # the change is made before this step
-DENSITIES = 1.0, 0.09
-LIMIT = 60  # seconds for a way
-TOLERANCE = 1e-6  # of weights and moments at density 1.0
+STEPS, CHANGED, LATER = 8, 4, 2  # the change is made before a step; others so many steps later
+TOLERANCE = 1e-5  # of weights and moments at density 1.0
 
 
 @dataclass
@@ -42,7 +32,7 @@ class Training:
     sparse: bool
     model: nn.ParameterDict
     optimizer: Any
-    snapshot: Any = None  # of weights and optimizer, deep copies from before step 3
+    snapshot: Any = None  # of weights and optimizer, deep copies from before a step
     memo: dict[str, Any] = field(default_factory=dict)  # from a change to its `later`
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))  # the same on all ranks
 
@@ -56,7 +46,7 @@ class Training:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups  # type: ignore[no-any-return]
+        return self.optimizer.param_groups
 
     def make_whole(self) -> None:
         """Replace moments by whole tensors, as after loading a state of dense AdamW. Programs may put them there."""
@@ -80,182 +70,67 @@ class Training:
             state[key] = change(value)
 
 
+Change = Callable[[Training], Any]
+
+
 @dataclass
 class Way:
-    change: Callable[[Training], None]
-    whole: bool = False  # whether the change needs whole moments
+    change: Change
+    later: Change | None = None  # made some steps after it
     at: int = CHANGED  # the step before which it is made
-    later: Callable[[Training], None] | None = None  # made three steps after it
     refusable: bool = False  # all ranks may raise an InvalidInputError instead
+    whole: bool = False  # whether the change needs whole moments
 
 
-WAYS: dict[str, Way] = {}
+# -- changes that are longer than a line ------------------------------------------------------------------------------
 
 
-def way(**options: Any) -> Callable[[Callable[[Training], None]], Callable[[Training], None]]:
-    def add(change: Callable[[Training], None]) -> Callable[[Training], None]:
-        WAYS[change.__name__] = Way(change, **options)
-        return change
-
-    return add
+def in_place(change: Callable[[torch.Tensor], Any]) -> Change:
+    """Change each moment where it is."""
+    return lambda t: [change(value) for _, _, value in t.each_moment()]
 
 
-@way()
-def nothing(t: Training) -> None:
-    pass
+def new(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Put new tensors in the places of all moments."""
+    return lambda t: t.replace(change)
 
 
-# -- resets -----------------------------------------------------------------------------------------------------------
+def states(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda t: [change(state) for state in t.states]
 
 
-@way()
-def moments_zeroed_in_place(t: Training) -> None:
-    for _, _, value in t.each_moment():
-        value.zero_()
+def step(make: Callable[[], Any]) -> Change:
+    return states(lambda state: state.update(step=make()))
 
 
-@way()
-def moments_replaced_by_zeros(t: Training) -> None:
-    t.replace(torch.zeros_like)
+def setting(**values: Any) -> Change:
+    return lambda t: [group.update(copy.deepcopy(values)) for group in t.groups]
 
 
-@way()
-def one_moment_replaced(t: Training) -> None:
-    for state in t.states:
-        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+def data(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda t: [setattr(parameter, "data", change(parameter.data)) for parameter in t.parameters]
 
 
-@way()
-def moments_and_step_replaced(t: Training) -> None:
-    t.replace(torch.zeros_like)
-    for state in t.states:
-        state["step"] = torch.tensor(0.0)
+def stored(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda t: setattr(t.model[name], "data", change(t.model[name].data))
 
 
-@way()
-def step_zeroed_in_place(t: Training) -> None:
-    for state in t.states:
-        state["step"].zero_()
+def at_random(t: Training, value: torch.Tensor) -> torch.Tensor:
+    return torch.rand(value.shape, generator=t.random) > 0.5
 
 
-@way()
-def step_set_forward(t: Training) -> None:
-    for state in t.states:
-        state["step"] += 1000
-
-
-@way()
-def step_as_int64(t: Training) -> None:
-    for state in t.states:
-        state["step"] = torch.tensor(2)
-
-
-@way()
-def step_as_python_int(t: Training) -> None:
-    for state in t.states:
-        state["step"] = 2 if t.sparse else torch.tensor(2.0)  # PyTorch refuses it
-
-
-@way()
-def states_deleted(t: Training) -> None:
-    for group in t.groups:
-        for parameter in group["params"]:
-            del t.optimizer.state[parameter]
-
-
-@way()
-def one_state_deleted(t: Training) -> None:
-    del t.optimizer.state[t.model["matrix"]]
-
-
-@way()
-def one_state_left(t: Training) -> None:
-    for name, parameter in t.model.items():
-        if name != "kernel":
-            t.optimizer.state.pop(parameter)
-
-
-@way()
-def states_cleared(t: Training) -> None:
-    t.optimizer.state.clear()
-
-
-@way()
-def each_state_cleared(t: Training) -> None:
-    for state in t.states:
-        state.clear()
-
-
-@way()
-def each_state_replaced_by_an_empty_one(t: Training) -> None:
-    for parameter in t.parameters:
-        t.optimizer.state[parameter] = {}
-
-
-@way()
-def a_new_defaultdict(t: Training) -> None:
-    t.optimizer.state = collections.defaultdict(dict)
-
-
-@way()
-def a_plain_dict(t: Training) -> None:
-    t.optimizer.state = dict(t.optimizer.state)
-
-
-@way()
-def an_empty_state_dict_loaded(t: Training) -> None:
+def empty_state_loaded(t: Training) -> None:
     if t.sparse:
         t.optimizer.residuals_apart()
     t.optimizer.load_state_dict({"state": {}, "param_groups": t.optimizer.state_dict()["param_groups"]})
 
 
-@way()
-def setstate(t: Training) -> None:
-    t.optimizer.__setstate__({"state": collections.defaultdict(dict), "param_groups": t.groups})
+def states_made(t: Training) -> None:
+    for p in t.parameters:
+        moments = {key: torch.full_like(p, 0.25).detach().share_memory_() for key in MOMENTS}
+        t.optimizer.state[p].update(step=torch.tensor(0.0), **moments)
 
 
-@way(at=0)
-def states_made_before_the_first_step(t: Training) -> None:
-    for parameter in t.parameters:
-        state = t.optimizer.state[parameter]
-        state["step"] = torch.tensor(0.0)
-        for key in MOMENTS:
-            state[key] = torch.full_like(parameter, 0.25).detach().share_memory_()  # type: ignore[no-untyped-call]
-
-
-# -- changes in part --------------------------------------------------------------------------------------------------
-
-
-@way(whole=True)
-def pruned_at_random_in_place(t: Training) -> None:
-    for _, _, value in t.each_moment():
-        value.mul_(torch.rand(value.shape, generator=t.random) > 0.5)
-
-
-@way(whole=True)
-def pruned_by_magnitude_in_place(t: Training) -> None:
-    for _, _, value in t.each_moment():
-        value.mul_(value.abs() > value.abs().flatten().quantile(0.5))
-
-
-@way(whole=True)
-def pruned_into_new_tensors(t: Training) -> None:
-    t.replace(lambda value: value * (torch.rand(value.shape, generator=t.random) > 0.5))
-
-
-@way(whole=True)
-def rows_zeroed(t: Training) -> None:
-    for key in MOMENTS:
-        t.optimizer.state[t.model["matrix"]][key][3:9] = 0
-
-
-@way()
-def moments_zeroed_through_state_dict(t: Training) -> None:
-    for key in MOMENTS:
-        t.optimizer.state_dict()["state"][0][key].zero_()
-
-
-@way(whole=True)
 def rows_permuted(t: Training) -> None:
     order = torch.randperm(len(t.model["matrix"]), generator=t.random)
     t.model["matrix"].data = t.model["matrix"].data[order]
@@ -264,15 +139,12 @@ def rows_permuted(t: Training) -> None:
         state[key] = state[key][order]
 
 
-@way()
-def moments_scaled(t: Training) -> None:
-    for state in t.states:
-        state["exp_avg"].mul_(0.5)
-        state["exp_avg_sq"] = state["exp_avg_sq"] * 0.25
+def scaled(state: dict[str, Any]) -> None:
+    state["exp_avg"].mul_(0.5)
+    state["exp_avg_sq"] = state["exp_avg_sq"] * 0.25
 
 
-@way()
-def moments_of_a_dense_optimizer(t: Training) -> None:
+def dense_states_put_in(t: Training) -> None:
     other = torch.optim.AdamW(copies := [nn.Parameter(p.detach().clone()) for p in t.parameters], lr=0.01)
     for _ in range(4):
         for copied in copies:
@@ -282,117 +154,61 @@ def moments_of_a_dense_optimizer(t: Training) -> None:
         t.optimizer.state[parameter] = other.state[copied]
 
 
-@way(whole=True)
-def a_key_added(t: Training) -> None:
-    for state in t.states:
-        state["average"] = state["exp_avg"].clone()
-
-
-# -- other memory, dtypes and layouts ---------------------------------------------------------------------------------
-
-
-@way()
-def offloaded_and_back(t: Training) -> None:
-    for state in t.states:
-        for key, value in state.items():
-            state[key] = value.to("cpu", copy=True)
-    t.replace(lambda value: torch.from_numpy(value.numpy().copy()) * 0.5)
-
-
-@way(later=lambda t: t.replace(lambda value: value.clone() * 0.5))
-def offloaded_twice(t: Training) -> None:
-    t.replace(lambda value: value.clone() * 0.5)
-
-
-@way()
-def data_of_moments_replaced(t: Training) -> None:
-    for _, _, value in t.each_moment():
-        value.data = value.data * 0.5
-
-
-@way()
-def data_of_moments_freed_and_back(t: Training) -> None:
+def freed_and_back(t: Training) -> None:
     kept = [(value, value.data * 0.5) for _, _, value in t.each_moment()]
     for value, _ in kept:
         value.data = torch.empty(0)
-    for value, data in kept:
-        value.data = data
+    for value, mine in kept:
+        value.data = mine
 
 
-@way()
-def moments_in_shared_memory(t: Training) -> None:
-    for _, _, value in t.each_moment():
-        value.share_memory_().mul_(0.5)  # type: ignore[no-untyped-call]
+def parts_of_one(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the halves of values, as parts of one flat tensor."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) * 0.5
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-@way(whole=True)
-def in_one_flat_tensor(t: Training) -> None:
+def moments_in_one(t: Training) -> None:
     for key in MOMENTS:
-        flat = torch.cat([state[key].reshape(-1) for state in t.states]) * 0.5
-        for state, part in zip(t.states, flat.split([state[key].numel() for state in t.states]), strict=True):
-            state[key] = part.view(state[key].shape)
+        for state, part in zip(t.states, parts_of_one([state[key] for state in t.states]), strict=True):
+            state[key] = part
 
 
-@way()
-def cast_to_bfloat16_and_back(t: Training) -> None:
-    t.replace(torch.Tensor.bfloat16)
-    t.replace(torch.Tensor.float)
+def weights_in_one(t: Training) -> None:
+    for parameter, part in zip(t.parameters, parts_of_one(t.parameters), strict=True):
+        parameter.data = part
 
 
-@way(refusable=True)
-def moments_left_in_bfloat16(t: Training) -> None:
-    t.replace(torch.Tensor.bfloat16)
-    if not t.sparse:  # PyTorch cannot mix dtypes in a step
-        t.replace(torch.Tensor.float)
+def in_another_type(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Put moments of another dtype; PyTorch cannot mix dtypes in a step."""
+    return lambda t: t.replace(lambda value: change(value) if t.sparse else change(value).float())
 
 
-@way(refusable=True)
-def moments_left_in_float64(t: Training) -> None:
-    t.replace(lambda value: value.double() * 0.5)
-    if not t.sparse:
-        t.replace(torch.Tensor.float)
+def as_reversed(value: torch.Tensor) -> torch.Tensor:
+    """Return half a tensor, whose dimensions lie in memory in reverse order."""
+    strides = [math.prod(value.shape[:i]) for i in range(value.ndim)]
+    return torch.empty_strided(value.shape, strides).copy_(value * 0.5)
 
 
-def _strides(shape: torch.Size) -> list[int]:
-    """Return the strides of a tensor whose dimensions lie in memory in reverse order."""
-    return [math.prod(shape[:i]) for i in range(len(shape))]
-
-
-@way(whole=True)
-def moments_of_other_strides(t: Training) -> None:
-    t.replace(lambda value: torch.empty_strided(value.shape, _strides(value.shape)).copy_(value * 0.5))
-
-
-@way()
-def moments_that_require_gradients(t: Training) -> None:
+def requiring_gradients(t: Training) -> None:
     t.replace(lambda value: (value * 0.5).detach().requires_grad_())
     t.replace(torch.Tensor.detach)
 
 
-# -- checkpoints and snapshots ----------------------------------------------------------------------------------------
-
-
-@way()
-def its_own_state_loaded(t: Training) -> None:
-    t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict()))
-
-
-@way()
 def rolled_back(t: Training) -> None:
     weights, state = t.snapshot
     t.model.load_state_dict(weights)
     t.optimizer.load_state_dict(state)
 
 
-@way()
-def state_of_a_dense_optimizer_loaded(t: Training) -> None:
-    dense = trained(AsOracle(P=2, steps=CHANGED)).optimizer.state_dict()
+def dense_state_loaded(t: Training) -> None:
+    dense = trained(range(2), steps=CHANGED).optimizer.state_dict()
     if t.sparse:
         t.optimizer.residuals_apart()
     t.optimizer.load_state_dict(dense)
 
 
-@way()
 def changed_and_loaded(t: Training) -> None:
     t.replace(lambda value: value * 0.5)
     state = copy.deepcopy(t.optimizer.state_dict())
@@ -400,155 +216,50 @@ def changed_and_loaded(t: Training) -> None:
     t.optimizer.load_state_dict(state)
 
 
-# -- groups and settings ----------------------------------------------------------------------------------------------
-
-
-def setting(**values: Any) -> Callable[[Training], None]:
-    def change(t: Training) -> None:
-        for group in t.groups:
-            group.update(copy.deepcopy(values))
-
-    return change
-
-
-def _fill_learning_rates(t: Training) -> None:
-    for group in t.groups:
-        group["lr"].fill_(0.01)
-
-
-WAYS["other_betas"] = Way(setting(betas=(0.5, 0.9)))
-WAYS["betas_in_a_list"] = Way(setting(betas=[0.5, 0.9]))
-WAYS["other_eps"] = Way(setting(eps=1e-2))
-WAYS["other_weight_decay"] = Way(setting(weight_decay=0.5))
-WAYS["no_weight_decay"] = Way(setting(weight_decay=0))
-WAYS["maximize"] = Way(setting(maximize=True), later=setting(maximize=False))
-WAYS["learning_rate_0"] = Way(setting(lr=0.0), later=setting(lr=0.03))
-WAYS["learning_rate_as_a_tensor"] = Way(setting(lr=torch.tensor(0.03)), later=_fill_learning_rates)
-WAYS["all_settings"] = Way(setting(lr=0.03, betas=(0.5, 0.9), eps=1e-2, weight_decay=0.5), later=setting(lr=0.01))
-
-
-@way()
-def parameters_swapped_between_groups(t: Training) -> None:
+def groups_swapped(t: Training) -> None:
     first, second = t.groups
     first["params"], second["params"] = second["params"], first["params"]
 
 
-@way()
-def one_parameter_moved(t: Training) -> None:
-    t.groups[1]["params"].append(t.groups[0]["params"].pop(0))
-
-
-@way()
-def groups_merged(t: Training) -> None:
-    t.groups[0]["params"] += t.groups.pop()["params"]
-
-
-@way()
-def a_group_split(t: Training) -> None:
-    t.groups.append({**t.groups[0], "params": [t.groups[0]["params"].pop()], "lr": 0.05})
-
-
-@way()
-def groups_reversed(t: Training) -> None:
-    t.groups.reverse()
-
-
-@way()
-def groups_replaced_by_copies(t: Training) -> None:
+def groups_copied(t: Training) -> None:
     t.optimizer.param_groups = [{**group, "params": list(group["params"]), "lr": 0.03} for group in t.groups]
 
 
-@way(whole=True)
-def states_swapped_between_parameters(t: Training) -> None:
+def group_split(t: Training) -> None:
+    t.groups.append({**t.groups[0], "params": [t.groups[0]["params"].pop()], "lr": 0.05})
+
+
+def state_reversed(t: Training) -> None:
     p = t.model["bias"]
     t.optimizer.state[p] = {key: value.flip(0) if value.ndim else value for key, value in t.optimizer.state[p].items()}
 
 
-def _unfreeze(t: Training) -> None:
-    t.model["matrix"].requires_grad_(True)
-
-
-@way(later=_unfreeze)
-def frozen_for_three_steps(t: Training) -> None:
+def frozen(t: Training) -> None:
     t.model["matrix"].requires_grad_(False)
     t.model["matrix"].grad = None
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
-@way()
-def data_replaced(t: Training) -> None:
-    for parameter in t.parameters:
-        parameter.data = parameter.data * 0.5
-
-
-@way()
-def data_in_one_flat_tensor(t: Training) -> None:
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in t.parameters]) * 0.5
-    for parameter, part in zip(t.parameters, flat.split([p.numel() for p in t.parameters]), strict=True):
-        parameter.data = part.view(parameter.shape)
-
-
-@way()
-def weights_changed_in_place(t: Training) -> None:
+def weights_in_place(t: Training) -> None:
     with torch.no_grad():
         for parameter in t.parameters:
             parameter.mul_(0.5).add_(0.125)
 
 
-@way()
-def weights_loaded(t: Training) -> None:
-    t.model.load_state_dict({name: value * 0.5 for name, value in t.model.state_dict().items()})
-
-
-@way()
-def weights_in_shared_memory(t: Training) -> None:
-    t.model.share_memory()
-
-
-@way()
-def channels_last(t: Training) -> None:
-    kernel = t.model["kernel"]
-    kernel.data = kernel.data.to(memory_format=torch.channels_last)
-
-
-@way()
-def transposed_strides(t: Training) -> None:
-    matrix = t.model["matrix"]
-    matrix.data = matrix.data.t().contiguous().t()
-
-
-def _restore(t: Training) -> None:
-    for parameter, data in zip(t.parameters, t.memo["data"], strict=True):
-        parameter.data = data
-
-
-@way(later=_restore)
-def averages_swapped_in_and_out(t: Training) -> None:
+def averages_swapped_in(t: Training) -> None:
     t.memo["data"] = [parameter.data for parameter in t.parameters]
-    for parameter in t.parameters:
-        parameter.data = parameter.data * 0.5
+    data(lambda value: value * 0.5)(t)
 
 
-@way(refusable=True)
-def all_in_float64(t: Training) -> None:
-    t.model.to(torch.float64)
-    t.replace(torch.Tensor.double)
+def averages_swapped_out(t: Training) -> None:
+    for parameter, value in zip(t.parameters, t.memo["data"], strict=True):
+        parameter.data = value
 
 
-def _back_in_float32(t: Training) -> None:
-    t.model.float()
-    t.replace(torch.Tensor.float)
+def all_of(dtype: torch.dtype) -> Change:
+    return lambda t: [t.model.to(dtype), t.replace(lambda value: value.to(dtype))]
 
 
-@way(refusable=True, later=_back_in_float32)
-def in_float64_for_three_steps(t: Training) -> None:
-    all_in_float64(t)
-
-
-@way(refusable=True)
-def a_parameter_replaced_by_another(t: Training) -> None:
+def parameter_replaced(t: Training) -> None:
     """As in Gaussian splatting: a new parameter gets the state of the old one."""
     old, new = t.model["matrix"], nn.Parameter(t.model["matrix"].detach() * 0.5)
     t.optimizer.state[new] = t.optimizer.state.pop(old)
@@ -557,7 +268,6 @@ def a_parameter_replaced_by_another(t: Training) -> None:
     t.model["matrix"] = new
 
 
-@way(whole=True, refusable=True)
 def rows_removed(t: Training) -> None:
     """The parameter stays, as when heads are pruned."""
     matrix = t.model["matrix"]
@@ -567,15 +277,110 @@ def rows_removed(t: Training) -> None:
         state[key] = state[key][:16]
 
 
+# -- all changes ------------------------------------------------------------------------------------------------------
+
+RESETS = {
+    "moments_zeroed_in_place": Way(in_place(torch.Tensor.zero_)),
+    "moments_replaced_by_zeros": Way(new(torch.zeros_like)),
+    "one_moment_replaced": Way(states(lambda state: state.update(exp_avg=torch.zeros_like(state["exp_avg"])))),
+    "moments_and_step_replaced": Way(lambda t: (t.replace(torch.zeros_like), step(lambda: torch.tensor(0.0))(t))),
+    "step_zeroed_in_place": Way(states(lambda state: state["step"].zero_())),
+    "step_set_forward": Way(states(lambda state: state["step"].add_(1000))),
+    "step_as_int64": Way(step(lambda: torch.tensor(2))),
+    "step_as_python_int": Way(lambda t: step(lambda: 2 if t.sparse else torch.tensor(2.0))(t)),  # PyTorch refuses it
+    "states_deleted": Way(lambda t: [t.optimizer.state.pop(p) for group in t.groups for p in group["params"]]),
+    "one_state_deleted": Way(lambda t: t.optimizer.state.pop(t.model["matrix"])),
+    "one_state_left": Way(lambda t: [t.optimizer.state.pop(p) for n, p in t.model.items() if n != "kernel"]),
+    "states_cleared": Way(lambda t: t.optimizer.state.clear()),
+    "each_state_cleared": Way(states(dict.clear)),
+    "each_state_replaced_by_an_empty_one": Way(lambda t: t.optimizer.state.update({p: {} for p in t.parameters})),
+    "a_new_defaultdict": Way(lambda t: setattr(t.optimizer, "state", collections.defaultdict(dict))),
+    "a_plain_dict": Way(lambda t: setattr(t.optimizer, "state", dict(t.optimizer.state))),
+    "an_empty_state_dict_loaded": Way(empty_state_loaded),
+    "setstate": Way(
+        lambda t: t.optimizer.__setstate__({"state": collections.defaultdict(dict), "param_groups": t.groups})
+    ),
+    "states_made_before_the_first_step": Way(states_made, at=0),
+}
+PARTS = {
+    "pruned_in_place": Way(lambda t: in_place(lambda value: value.mul_(at_random(t, value)))(t), whole=True),
+    "pruned_into_new_tensors": Way(lambda t: new(lambda value: value * at_random(t, value))(t), whole=True),
+    "rows_zeroed": Way(
+        lambda t: [t.optimizer.state[t.model["matrix"]][key][3:9].zero_() for key in MOMENTS], whole=True
+    ),
+    "moments_zeroed_through_state_dict": Way(
+        lambda t: [t.optimizer.state_dict()["state"][0][key].zero_() for key in MOMENTS]
+    ),
+    "rows_permuted": Way(rows_permuted, whole=True),
+    "moments_scaled": Way(states(scaled)),
+    "moments_of_a_dense_optimizer": Way(dense_states_put_in),
+    "a_key_added": Way(states(lambda state: state.update(average=state["exp_avg"].clone())), whole=True),
+}
+MEMORY = {
+    "offloaded_and_back": Way(
+        states(lambda state: state.update({key: value.to("cpu", copy=True) for key, value in state.items()}))
+    ),
+    "offloaded_twice": Way(new(lambda value: value.clone() * 0.5), later=new(lambda value: value.clone() * 0.5)),
+    "data_of_moments_replaced": Way(in_place(lambda value: setattr(value, "data", value.data * 0.5))),
+    "data_of_moments_freed_and_back": Way(freed_and_back),
+    "moments_in_shared_memory": Way(in_place(lambda value: value.share_memory_().mul_(0.5))),
+    "in_one_flat_tensor": Way(moments_in_one, whole=True),
+    "cast_to_bfloat16_and_back": Way(new(lambda value: value.bfloat16().float())),
+    "moments_left_in_bfloat16": Way(in_another_type(torch.Tensor.bfloat16), refusable=True),
+    "moments_left_in_float64": Way(in_another_type(lambda value: value.double() * 0.5), refusable=True),
+    "moments_of_other_strides": Way(new(as_reversed), whole=True),
+    "moments_that_require_gradients": Way(requiring_gradients),
+}
+CHECKPOINTS = {
+    "its_own_state_loaded": Way(lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict()))),
+    "rolled_back": Way(rolled_back),
+    "state_of_a_dense_optimizer_loaded": Way(dense_state_loaded),
+    "changed_and_loaded": Way(changed_and_loaded),
+}
+SETTINGS = {
+    "other_betas": Way(setting(betas=(0.5, 0.9))),
+    "betas_in_a_list": Way(setting(betas=[0.5, 0.9])),
+    "other_eps": Way(setting(eps=1e-2)),
+    "other_weight_decay": Way(setting(weight_decay=0.5)),
+    "no_weight_decay": Way(setting(weight_decay=0)),
+    "maximize": Way(setting(maximize=True), later=setting(maximize=False)),
+    "learning_rate_0": Way(setting(lr=0.0), later=setting(lr=0.03)),
+    "learning_rate_as_a_tensor": Way(
+        setting(lr=torch.tensor(0.03)), later=lambda t: [group["lr"].fill_(0.01) for group in t.groups]
+    ),
+    "all_settings": Way(setting(lr=0.03, betas=(0.5, 0.9), eps=1e-2, weight_decay=0.5), later=setting(lr=0.01)),
+}
+GROUPS = {
+    "parameters_swapped_between_groups": Way(groups_swapped),
+    "one_parameter_moved": Way(lambda t: t.groups[1]["params"].append(t.groups[0]["params"].pop(0))),
+    "groups_merged": Way(lambda t: t.groups[0]["params"].extend(t.groups.pop()["params"])),
+    "a_group_split": Way(group_split),
+    "groups_reversed": Way(lambda t: t.groups.reverse()),
+    "groups_replaced_by_copies": Way(groups_copied),
+}
+WEIGHTS = {
+    "data_replaced": Way(data(lambda value: value * 0.5)),
+    "data_in_one_flat_tensor": Way(weights_in_one),
+    "weights_changed_in_place": Way(weights_in_place),
+    "weights_loaded": Way(lambda t: t.model.load_state_dict({n: v * 0.5 for n, v in t.model.state_dict().items()})),
+    "weights_in_shared_memory": Way(lambda t: t.model.share_memory()),
+    "averages_swapped_in_and_out": Way(averages_swapped_in, later=averages_swapped_out),
+    "channels_last": Way(stored("kernel", lambda value: value.to(memory_format=torch.channels_last))),
+    "transposed_strides": Way(stored("matrix", lambda value: value.t().contiguous().t())),
+}
+OTHERS = {
+    "nothing": Way(lambda t: None),
+    "states_swapped_between_parameters": Way(state_reversed, whole=True),
+    "frozen_for_two_steps": Way(frozen, later=lambda t: t.model["matrix"].requires_grad_(True)),
+    "all_in_float64": Way(all_of(torch.float64), refusable=True),
+    "in_float64_for_two_steps": Way(all_of(torch.float64), later=all_of(torch.float32), refusable=True),
+    "a_parameter_replaced_by_another": Way(parameter_replaced, refusable=True),
+    "rows_removed": Way(rows_removed, refusable=True, whole=True),
+}
+WAYS: dict[str, Way] = RESETS | PARTS | MEMORY | CHECKPOINTS | SETTINGS | GROUPS | WEIGHTS | OTHERS
+
+
 # -- trainings --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class AsOracle:
-    """A training on the mean of the gradients of ``P`` ranks, without an exchange."""
-
-    P: int
-    steps: int = STEPS
 
 
 def gradients(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -585,8 +390,11 @@ def gradients(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {name: sign * sizes[name] * (torch.randn(s, generator=random) + 0.5) for name, s in SHAPES.items()}
 
 
-def trained(how: AsOracle | dict[str, Any], each: Way | None = None) -> Training:
-    """Return a training that has ended. ``how``: as the oracle, or options of `SparseAdamW`."""
+def trained(ranks: Sequence[int], each: Way = Way(lambda t: None), steps: int = STEPS, **options: Any) -> Training:  # noqa: B008
+    """Return a training that has ended, on the mean of the gradients of ``ranks``.
+
+    ``options``: of `SparseAdamW`; without any, PyTorch's optimizer trains.
+    """
     random = torch.Generator().manual_seed(1)
     model = nn.ParameterDict()
     for name, shape in SHAPES.items():
@@ -595,23 +403,22 @@ def trained(how: AsOracle | dict[str, Any], each: Way | None = None) -> Training
         {"params": [(name, model[name]) for name in names], "lr": lr, "weight_decay": decay}
         for names, lr, decay in ((("matrix", "kernel"), 0.02, 0.1), (("bias", "number"), 0.01, 0.0))
     ]
-    if isinstance(how, AsOracle):
-        groups = [group | {"params": [parameter for _, parameter in group["params"]]} for group in groups]
-        t, steps = Training(False, model, torch.optim.AdamW(groups)), how.steps
+    if options:
+        t = Training(True, model, SparseAdamW(groups, **options))
     else:
-        t, steps = Training(True, model, SparseAdamW(groups, **how)), STEPS
+        groups = [group | {"params": [parameter for _, parameter in group["params"]]} for group in groups]
+        t = Training(False, model, torch.optim.AdamW(groups))
     for step in range(steps):
-        if step == 3:
+        if step == 2:
             t.snapshot = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
-        if each is not None and step == each.at:
+        if step == each.at:
             if each.whole:
                 t.make_whole()
             each.change(t)
             t.memo["state"] = copy.deepcopy(as_saved(t))
-        if each is not None and each.later is not None and step == each.at + 3:
+        if each.later is not None and step == each.at + LATER:
             each.later(t)
         t.optimizer.zero_grad()
-        ranks = range(how.P) if isinstance(how, AsOracle) else [dist.get_rank()]
         backward(t.model, [gradients(step, rank) for rank in ranks])
         t.optimizer.step()
     return t
@@ -667,46 +474,3 @@ def differences(mine: Training, oracle: Training) -> list[str]:
         elif not (error := float((value.double() - expected.double()).abs().max()) / size) <= TOLERANCE:
             found.append(f"{what}: {error:.1e} away")
     return found
-
-
-# -- a rank -----------------------------------------------------------------------------------------------------------
-
-
-def of_this_rank(each: Way, options: dict[str, Any], oracle: Training) -> tuple[list[str], list[bytes], bool]:
-    """Return what went wrong on this rank, its weights, and whether it refused the change."""
-    try:
-        t = trained(options, each)
-    except Exception as error:
-        refused = each.refusable and isinstance(error, InvalidInputError)
-        return [] if refused else [f"{type(error).__name__}: {str(error)[:300]}"], [], refused
-    weights = [p.detach().double().numpy().tobytes() for p in t.parameters]
-    wrong = [f"{n} is not finite" for n, p in t.model.items() if not p.isfinite().all()]
-    return wrong or (differences(t, oracle) if options["density"] == 1.0 else []), weights, False
-
-
-def main(folder: str, *names: str) -> None:
-    """Try ways, and print a line of JSON for each: what went wrong in which training."""
-    os.environ.update(SPARSECOMM_PROFILE="none", SPARSECOMM_TIMEOUT="10", GLOO_SOCKET_IFNAME="lo")
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    rank, P = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(str(Path(folder) / "store"), P)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=P, timeout=timedelta(seconds=60))
-    for name in names:
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
-        wrong, oracle = {}, trained(AsOracle(P), WAYS[name])
-        for density in DENSITIES:
-            for overlap in (False, True):
-                options = {"density": density, "overlap": overlap, "comm": dist.new_group(backend="gloo")}
-                ranks: list[Any] = [None] * P
-                dist.all_gather_object(ranks, of_this_rank(WAYS[name], options, oracle))
-                found = [f"rank {r}: {each}" for r, (what, _, _) in enumerate(ranks) for each in what]
-                if len({tuple(weights) for _, weights, _ in ranks}) > 1:
-                    found.append("weights differ between ranks")
-                if len({refused for _, _, refused in ranks}) > 1:
-                    found.append("refused on some ranks only")
-                wrong[f"density {density}{', overlap' * overlap}"] = found
-        if rank == 0:
-            print(json.dumps({"way": name, "wrong": wrong}), flush=True)
-    dist.barrier()
-    os._exit(0)

@@ -25,7 +25,7 @@ from tests.thinning import exhaustive  # noqa: E402
 
 IMPORTS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sparsecomm.torch"
 PROGRAM = "import sys; from tests.torch.training_ranks import main; main(*sys.argv[1:])"
-OF_ANY_SIZE = ("ways", "hook", "optimizer", "adamw", "broadcast", "compiled", "layers", "saved", "late")
+OF_ANY_SIZE = ("ways", "hook", "optimizer", "adamw", "broadcast", "layers", "saved", "late")
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # FSDP2 asks for means: before 2.9 gloo's reduce_scatter sums instead, and 2.6 does not get as far.
 needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs PyTorch 2.9")
@@ -34,7 +34,12 @@ needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs Py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("P", "names"),
-    [(3, OF_ANY_SIZE), (2, ("dense",)), pytest.param(4, ("shards",), marks=needs_fsdp), exhaustive(1, OF_ANY_SIZE)],
+    [
+        (3, OF_ANY_SIZE),
+        (2, ("dense", "compiled")),
+        pytest.param(4, ("shards",), marks=needs_fsdp),
+        exhaustive(1, (*OF_ANY_SIZE, "compiled")),
+    ],
 )
 def test_cases(forks: Run, P: int, names: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
     status, said = forks("-c", PROGRAM, tmp_path, *(f"training_{name}" for name in names), ranks=P)

@@ -71,7 +71,7 @@ def wrong_arguments() -> None:
         (model.named_parameters(), {"root": P}, f"root={P}: must be a rank from 0 to {P - 1}"),
         (model.named_parameters(), {"root": -1}, "root=-1"),
         (model.named_parameters(), {"root": 0.0}, r"root=0\.0"),
-        (model, {}, "got Linear; expected"),
+        (model, {}, r"got Linear; .* pass model\.state_dict"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
             broadcast_parameters(given, **options)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def tensors_that_differ_between_ranks() -> None:
     ):
         given, group = of_odd if RANK == ODD else others, dist.new_group(backend="gloo")
         root = int(given is root_of_odd)
-        with soon(), pytest.raises(sc.CollectiveMismatchError, match=rf"is .* on rank \d and .*rank {RANK} has \d"):
+        with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"is .* on rank \d and .* on rank \d: use the"):
             broadcast_parameters(given, root, comm=group)
         assert all(tensor.eq(1).all() for tensor in given.values())
         dist.barrier()
@@ -169,5 +169,5 @@ def a_rank_that_loads_no_state_but_goes_on() -> None:
     state = optimizer.state_dict()
     loss = model(torch.ones(3)).sum()
     go_on = loss.backward if RANK == ODD else partial(optimizer.load_state_dict, state)
-    with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"call is .* on rank 0 and .* on rank"):
+    with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"is in .*, and rank \d in "):
         go_on()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import LBFGS, SGD
+from torch.optim import LBFGS, SGD, Adam
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer
@@ -26,6 +26,7 @@ from tests.torch.training_ranks import (
     Training,
     alone,
     case,
+    case_of_several,
     gradients,
     gradients_by_rank,
     same_everywhere,
@@ -201,6 +202,27 @@ def an_optimizer_that_is_removed() -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
+@case_of_several
+def settings_that_differ() -> None:
+    """The error names the setting. Ranks whose settings agree again go on; settings without an effect may differ."""
+    for make, ours, theirs in (
+        (SGD, {"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.25)}),
+        (SGD, {"lr": 0.5, "nesterov": False}, {"lr": 0.5, "nesterov": True}),
+        (Adam, {"lr": 0.5, "betas": [0.5, 0.75]}, {"lr": 0.5, "betas": (0.25, 0.75)}),
+    ):
+        training = Training(make=lambda p, make=make, first=ours: make([{"params": p[:2]}, {"params": p[2:]}], **first))
+        groups, option = training.optimizer.param_groups, [*ours][-1]
+        for name, changed in ("", groups), (" of c", groups[1:]):
+            for group in groups:
+                group.update(ours, foreach=None if RANK == ODD else False)
+            training.step(gradients(0, RANK))
+            for group in changed:
+                group.update(theirs if RANK == ODD else {})
+            found = rf"{option}{name} is (\S+|\(.*\)) on rank \d and (?!\1)(\S+|\(.*\)) on rank \d"
+            with soon(), pytest.raises(sc.CollectiveMismatchError, match=found):
+                training.backward(gradients(0, RANK))
+
+
 @case
 def wrong_arguments() -> None:
     model = Chosen()
@@ -212,6 +234,7 @@ def wrong_arguments() -> None:
         (model, {}, "got Chosen; expected a torch.optim.Optimizer"),
         (momentum, {"momentum": 0.9}, "momentum is set twice"),
         (sgd(model.parameters()), {"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
+        (sgd(model.parameters()), {"warmup": 3}, "warmup is not an option of DistributedOptimizer; .* 'dense_steps'"),
         (sgd([model.a]), {}, "'b'.* are not parameters of the optimizer"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):

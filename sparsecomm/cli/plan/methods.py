@@ -22,7 +22,7 @@ DENSE, ADAMW, SGD, DENSE_LOCAL, LOCAL, DELAYED = METHODS = (
     "register",
     "dense local steps",
     "sparse local steps",
-    "the same, delayed",
+    "delayed local steps",
 )
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}  # for each optimizer, the method that exchanges in every step
 # Work on a GPU: the kernels on one NVIDIA H200, at a density of 0.01 (bench/results/gpu.txt).
@@ -162,6 +162,10 @@ def advice(chosen: Way, table: Sequence[Way], training: Training, network: Netwo
     what = _WHAT[chosen.method].format(H=chosen.H, density=number_text(chosen.exchange.density))
     verdict = "Sparse sums pay here." if pays else "Sparse sums do not pay here."
     take = f"Use {what}: ranks compute {_utilisation(chosen)} of the time{instead}."
+    if chosen.H > 1:
+        way = min((way for way in table if way.method in (ADAMW, SGD)), key=_seconds)
+        what = _WHAT[way.method].format(density=number_text(way.exchange.density))
+        take += f" The simplest change: {what}, with which ranks compute {_utilisation(way)} of the time."
     cautions = [
         line for caution in _cautions(chosen, network) for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
     ]
@@ -210,9 +214,9 @@ def _cautions(way: Way, network: Network) -> list[str]:
     lines = []
     if way.method in (LOCAL, DELAYED, DENSE_LOCAL):
         lines.append(
-            f"Loss: {_above(way)} for one LSTM of 197,000 weights, after 600 local steps on 8 ranks. Your model may "
-            "lose more, and shorter runs lose more: the difference between H = 30 and H = 10 doubles with half the "
-            "steps, and halves with twice the steps. Compare on your own model. See docs/reports/local-steps.md."
+            f"Loss: {_above(way)} for one LSTM of 197,000 weights, after 600 local steps on 8 ranks. Your model "
+            "and shorter runs may lose more: with half the steps, going from H = 10 to H = 30 costs twice as much. See "
+            "docs/reports/local-steps.md, and compare on your own model."
         )
     if way.method in (ADAMW, SGD):
         lines.append(

@@ -82,7 +82,7 @@ class ProcessGroupTransport(FailureDetector):
         self.rank, self.size = group.rank(), group.size()
         self._process = os.getpid()
         self._open = True
-        self._lost: dict[int, TransportError] = {}  # rank -> the error to raise, because its connection is lost
+        self._lost: dict[int, tuple[int, str]] = {}  # rank -> why its connection is lost, as the kind of completion
         self._messages: dict[tuple[int, int], deque[Bytes]] = {}  # (source, call) -> received data
         self._connections = connections
 
@@ -202,7 +202,7 @@ class ProcessGroupTransport(FailureDetector):
                 return
             if peer in self._lost:
                 self._check_leavers()  # a rank that leaves a call and exits reports the reason first
-                raise self._lost[peer]
+                raise self._lost_error(peer)
             poll()
             waited = time.monotonic() - began
             if waited >= _PING and not self._is_usable():
@@ -222,8 +222,8 @@ class ProcessGroupTransport(FailureDetector):
         self._check_lost()
 
     def _check_lost(self) -> None:
-        for lost in self._lost.values():
-            raise lost
+        for rank in self._lost:
+            raise self._lost_error(rank)
 
     def _handle_pending(self) -> None:
         """Handle the completions that are in the queue now, without those that arrive meanwhile."""
@@ -243,24 +243,25 @@ class ProcessGroupTransport(FailureDetector):
         elif kind == SENT:
             content.done = True
         elif kind in (GOODBYE, DISCONNECTED, UNREADABLE):
-            self._lost.setdefault(rank, self._lost_error(kind, rank, content))
+            self._lost.setdefault(rank, (kind, content))
         else:
             self._add_control(ControlMessage(rank, number, kind, content.tobytes()))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _lost_error(self, kind: int, rank: int, reason: str) -> TransportError:
+    def _lost_error(self, rank: int) -> TransportError:
+        kind, reason = self._lost[rank]
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         advice += job.advice_for_restart()
         if kind == UNREADABLE:
             return TransportError(f"{unreadable_error(self.rank, rank, reason)}. {advice}")
         if kind == GOODBYE:
             return TransportError(
-                f"rank {rank} has ended, or has destroyed the process group, but rank {self.rank} (call {self.number}) "
-                f"still makes calls. {advice}"
+                f"rank {rank} has ended, or has destroyed the process group, but rank {self.rank} "
+                f"({self.describe_call()}) still makes calls. {advice}"
             )
         return RankFailedError(
-            f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke ({reason}). {advice}",
+            f"rank {rank} died: its connection to rank {self.rank} ({self.describe_call()}) broke ({reason}). {advice}",
             (rank,),
         )
 

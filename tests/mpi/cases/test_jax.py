@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,15 @@ def test_weights_that_differ_are_found() -> None:
     params = {"w": jnp.ones(300), "b": jnp.full(3, jnp.nan)}
     changed = params | {"w": params["w"].at[7].add(RANK == 2)}
 
-    def step(every: int | None, params: Any, state: Any = None) -> Any:
+    @cache
+    def compiled(every: int | None) -> Any:
         chain = optax.chain(sj.sparsify(0.1, check_weights_every=every), optax.sgd(0.1))
-        update = jax.jit(lambda params, state: chain.update(jax.tree.map(jnp.ones_like, params), state, params)[1])
-        return jax.block_until_ready(update(params, state or chain.init(params)))
+        update = lambda params, state: chain.update(jax.tree.map(jnp.ones_like, params), state, params)[1]  # noqa: E731
+        return chain.init(params), jax.jit(update)
+
+    def step(every: int | None, params: Any, state: Any = None) -> Any:
+        first, update = compiled(every)
+        return jax.block_until_ready(update(params, state or first))
 
     step(None, changed)
     step(0, changed, step(0, params))  # looked at in step 0 only
@@ -94,12 +100,12 @@ def test_weights_that_differ_are_found() -> None:
 def test_adamw_makes_the_same_weights_and_units_everywhere() -> None:
     """Where the first of its two exchanges is made in step 0 alone."""
     optimizer = sj.sparse_adamw(0.05, density=0.2)
-    params: Any = {name: leaf for name, leaf in integers(0).items() if name != "c"}
+    params: Any = {name: leaf for name, leaf in integers(0).items() if name in "ad"}
     params = jax.tree.map(jnp.array, WORLD.bcast(jax.tree.map(np.asarray, params)))
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     before = params
     for step in range(4):
-        grads = {name: leaf for name, leaf in integers(step + 1).items() if name != "c"}
+        grads = {name: leaf for name, leaf in integers(step + 1).items() if name in "ad"}
         changes, state = update(grads, state, params)
         params = optax.apply_updates(params, changes)
     assert bits(params) != bits(before)
