@@ -421,6 +421,7 @@ def trained(ranks: Sequence[int], each: Way = Way(lambda t: None), steps: int = 
         t.optimizer.zero_grad()
         backward(t.model, [gradients(step, rank) for rank in ranks])
         t.optimizer.step()
+    t.memo["end"] = as_saved(t)
     return t
 
 
@@ -461,7 +462,7 @@ def differences(mine: Training, oracle: Training) -> list[str]:
     pairs = {f"{name} of the weights": (mine.model[name].detach(), p.detach()) for name, p in oracle.model.items()}
     for when, (ours, its) in {
         "after the change": (mine.memo["state"], oracle.memo["state"]),
-        "at the end": (as_saved(mine), as_saved(oracle)),
+        "at the end": (mine.memo["end"], oracle.memo["end"]),
     }.items():
         for name, own, other in zip(SHAPES, ours, its, strict=False):
             if own.keys() != other.keys():
