@@ -589,11 +589,10 @@ class LazyAdamW:
         self.adopt(moments, steps, bool(units_lag[0]))
         if lost:
             _log.warning(
-                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
-                "Load a checkpoint for exact ones",
+                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with "
+                "estimates, mostly within a factor of 2. Load a checkpoint for exact ones",
                 rank,
                 f"{lost:,}",
-                "the mean of the tensor's others" if units_lag[0] else "the squares of units, mostly within a factor of 2",
             )
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
@@ -603,7 +602,7 @@ class LazyAdamW:
         """
         spec, mine = self.specs[name], self.moments.get(name)
         real = np.dtype(spec.accumulator.accumulator)
-        whole = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
+        whole: Any = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
         found = np.zeros(spec.size, bool)
         for rank in range(transport.size):
             bounds = np.array((0, 0) if mine is None or rank != transport.rank else self.parts[name], np.int64)

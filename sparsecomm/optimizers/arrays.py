@@ -209,14 +209,15 @@ class SparseAdamW:
                 part = prepared.buckets.by_name[name].part(name, rank)
                 moments[name] = read_moments(saved[name], spec, part, None if units else rules[name].eps)
             steps = {name: (its.step, its.exponents) for name, its in moments.items()}
+            shared = {**prepared.common, "moments": steps, "units_lag": prepared.fields["units_lag"]}
 
             def commit() -> None:
                 prepared.commit()
-                adamw.load(moments, prepared.fields["units_lag"])
+                adamw.load(moments, shared["units_lag"])
 
-            return Prepared({**prepared.common, "moments": steps}, commit)
+            return Prepared(shared, commit)
 
-        self._reducer.load_with(prepare, ["moments"])
+        self._reducer.load_with(prepare, ["moments", "units_lag"])
 
     def report(self) -> str:
         """Return a table for this rank: see `Reducer.report`."""

@@ -127,7 +127,7 @@ class OwnedCall(BucketCall):
             changes = SparseVector.trusted(indices, values[positions], updates.size, updates.shape)
         own, within = ((updates, changes), (verdict,)), [(begin, end) for begin, end, _ in shares]
         gathered = [own] if comm.size == 1 else gather_parcels(comm, own, ROUNDS, within)
-        indices, verdicts = [], []
+        indices, verdicts = list[Array](), list[int]()
         for owner, ((theirs, changed), words), (begin, _, share) in zip(range(comm.size), gathered, shares):  # noqa: B905
             positions = changed.indices - begin
             if theirs.nnz > share or (changed.nnz and int(positions[-1]) >= theirs.nnz):

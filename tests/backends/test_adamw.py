@@ -106,9 +106,7 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
             means = device.backend.nonzeros(device.array(values), (n,))
         else:
             means = device.entries(chosen, values, n)
-        found = device.backend.adamw(
-            device.tensor(weights), moments, device.array(exponents), means, table, eps, step
-        )
+        found = device.backend.adamw(device.tensor(weights), moments, device.array(exponents), means, table, eps, step)
         device.wait()
         for theirs, ours in zip((*found, *arrays), (*wanted, *before), strict=True):
             assert data.same_bits(np.asarray(theirs), ours)

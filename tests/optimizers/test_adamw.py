@@ -170,7 +170,7 @@ def test_weights_are_the_oracles(P: int, density: Any, lacking: bool) -> None:
         return mine, optimizer.state_dict()
 
     check_equal(results := run(P, program))
-    mine, state = results[0]
+    mine = results[0][0]
     np.testing.assert_allclose(oracle.flat(mine), oracle.w, rtol=2e-4, atol=2e-5)
     moments, units = whole([state for _, state in results])
     np.testing.assert_array_equal(oracle.flat(units), 2.0**oracle.unit)
@@ -213,9 +213,8 @@ def test_nothing_is_lost(P: int, dtype: str, wire: str, lacking: bool) -> None:
     pairs = {
         name: (w.astype(real).astype(float).ravel(), np.zeros((4, w.size))) for name, w in weights().items() if w.size
     }
-    for step, (everyones, outcomes) in enumerate(
-        zip([[pushed(step, rank) for rank in range(P)] for step in range(steps)], zip(*results, strict=True), strict=True)
-    ):
+    for step, outcomes in enumerate(zip(*results, strict=True)):
+        everyones = [pushed(step, rank) for rank in range(P)]
         check_equal([*outcomes])
         moments, units = whole([state for _, state in outcomes])
         for name, (w, (m, v, last, left)) in pairs.items():
@@ -566,7 +565,9 @@ def test_states_of_version_2_load(P: int) -> None:
         root, updated = np.sqrt(its["squares"].ravel()) + np.float32(1e-3), its["last"].ravel() > 0
         np.testing.assert_array_equal(units[name], 2.0 ** np.floor(np.log2(root)))
         np.testing.assert_array_equal(found[name]["squares"], np.where(updated, its["squares"].ravel(), 0))
-        total = sum(gradients(step, rank)[name].ravel() + waiting[rank][name].ravel() * units[name] for rank in range(P))
+        total = sum(
+            gradients(step, rank)[name].ravel() + waiting[rank][name].ravel() * units[name] for rank in range(P)
+        )
         last, flat = its["last"].ravel(), [its[key].ravel().astype(float) for key in ("mean", "squares")]
         a = step + 1 - last
         flat[1] = np.where(updated, flat[1], 0)
