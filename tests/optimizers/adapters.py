@@ -14,6 +14,7 @@ from sparsecomm.transport import simulated
 
 SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in the order in which a Reducer has them
 Arrays = dict[str, np.ndarray]
+MIN_OWNED = 80  # elements of an owner, so that 5 ranks have 4 owners of these weights
 
 
 def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
@@ -52,9 +53,14 @@ class OfArrays:
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """Mean, squares and last step of each weight, by name."""
+        """Mean, squares and last step of each weight of this rank's parts, by name."""
         moments = self.it.state_dict()["moments"]
         return {name: (its["mean"], its["squares"], its["last"]) for name, its in moments.items()}
+
+    @property
+    def exponents(self) -> Arrays:
+        """The exponents of all units by name, biased as those of float32."""
+        return {name: self.it.reducer.exponents(name).copy().reshape(shape) for name, shape in SHAPES.items()}
 
     @property
     def residuals(self) -> Arrays:
@@ -64,8 +70,8 @@ class OfArrays:
         return max((its["step"] for its in self.it.state_dict()["moments"].values()), default=0)
 
     def damage(self, what: str) -> None:
-        """Change a weight, or a moment, of this rank only."""
-        (self.weights["bias"] if what == "weights" else self.it._adamw.moments["bias"].mean)[2] += 1
+        """Change a weight, or a unit, of this rank only."""
+        (self.weights["bias"] if what == "weights" else self.it.reducer.exponents("bias"))[2] += 1
 
 
 class OfTorch(OfArrays):

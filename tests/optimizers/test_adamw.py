@@ -13,10 +13,10 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend
-from sparsecomm.reducer import bucket
 from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.optimizers import adapters
+from tests.optimizers.adapters import MIN_OWNED
 from tests.ranks import run
 
 SHAPES = {"matrix": (30, 11), "bias": (11,), "number": (), "nothing": (0, 3)}
@@ -25,12 +25,6 @@ gradients = partial(adapters.gradients, shapes=SHAPES)
 weights = partial(adapters.weights, SHAPES)
 
 every_size = pytest.mark.parametrize("P", [1, 2, 3, 5])
-MIN_OWNED = 80  # elements of an owner, so that 5 ranks have 4 owners
-
-
-@pytest.fixture(autouse=True)
-def several_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "_MIN_OWNED", MIN_OWNED)
 
 
 class Oracle:
