@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import sparsecomm as sc
 from sparsecomm.backends import CpuBackend
 from sparsecomm.transport import simulated
 from tests import data, reference
+from tests.emulator.deferred import DeferredRuntime
 from tests.optimizers import adapters
 from tests.optimizers.adapters import MIN_OWNED
 from tests.ranks import run
@@ -458,6 +460,54 @@ def check_same(state: Any, other: Any) -> None:
         assert all(data.same_bits(state[key][name], other[key][name]) for name in other[key])
     for name, its in other["moments"].items():
         assert all(data.same_bits(np.asarray(state["moments"][name][key]), np.asarray(x)) for key, x in its.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, cuda: DeferredRuntime) -> None:
+    """From any streams, with dense and sparse steps, an overflow, absent gradients, states, and a lost rank."""
+    real = data.DTYPES[dtype]
+
+    def train(device: DeferredRuntime | None) -> list[Any]:
+        def put(array: np.ndarray) -> Any:
+            return array if device is None else device.put(array)
+
+        def elsewhere() -> None:
+            if device is not None:
+                device.make_current(device.new_stream())
+
+        def program(transport: simulated.SimulatedTransport) -> Any:
+            with nullcontext() if device is None else device.on_stream(device.new_stream()):
+                host = {name: w.astype(real) for name, w in weights().items()}
+                mine, found = {name: put(w) for name, w in host.items()}, []
+                schedule = lambda step: 1.0 if step in (0, 3) else 0.2  # noqa: E731
+                options: dict[str, Any] = {"density": schedule, "check_weights_every": None}
+                made = partial(sc.SparseAdamW, mine, 0.01, comm=transport, **options)
+                optimizer = made()
+                for step in range(8):
+                    g = {n: x.astype(real) for n, x in adapters.given(step, transport.rank, 3, SHAPES).items()}
+                    if step in (2, 3) and transport.rank == 1:
+                        g["bias"][4] = np.nan if step == 2 else 1e19 if dtype == "bfloat16" else 1
+                    elsewhere()
+                    found.append(optimizer.step({name: put(x) for name, x in g.items()}).usable)
+                    elsewhere()
+                    state = copy.deepcopy(optimizer.state_dict())
+                    if step in (3, 5):
+                        optimizer = made()
+                        optimizer.load_state_dict(state)
+                    if step == 6:
+                        optimizer.rebuild(transport)
+                    if device is not None:
+                        device.synchronize()
+                    found.append((copy.deepcopy(host), state))
+                return found
+
+        return run(3, program)
+
+    for ours, theirs in zip(train(cuda), train(None), strict=True):
+        assert ours[::2] == theirs[::2]
+        for (mine, state), (others, other) in zip(ours[1::2], theirs[1::2], strict=True):
+            assert all(data.same_bits(mine[name], others[name]) for name in mine)
+            check_same(state, other)
 
 
 @pytest.mark.parametrize("P", [1, 3])
