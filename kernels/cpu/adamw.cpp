@@ -88,27 +88,32 @@ double largest(Dense x, int threads) {
     });
 }
 
-void adamw(Dense weights, Moments moments, const void* exponents, Sparse means, bool int64_indices, const void* rows,
-           size_t count, double eps, int32_t step, void* const to[3], int threads) {
+size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means, bool int64_indices, const void* rows,
+             size_t count, double unit_eps, double eps, double limit, double margin, int32_t step, AdamWResults to, int threads) {
+    std::atomic<size_t> overflows{0};
     with_entries(weights.type, means, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
         using Block = AdamWBlock<Accumulator>;
+        constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
         const auto* weight = static_cast<const typename W::Bits*>(weights.data);
         const auto* mean = static_cast<const Accumulator*>(moments.mean);
         const auto* square = static_cast<const Accumulator*>(moments.squares);
         const auto* kept = static_cast<const Accumulator*>(moments.compensation);
         const auto* exponent = static_cast<const UnitExponent<Accumulator>*>(exponents);
         const auto* row = static_cast<const Accumulator*>(rows);
-        const auto tiny = Accumulator(eps);
-        Accumulator* new_value[3];
-        for (int a = 0; a < 3; a++) new_value[a] = static_cast<Accumulator*>(to[a]);
+        const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps), below = Accumulator(limit), moves = Accumulator(margin);
+        auto *new_weight = static_cast<Accumulator*>(to.weights), *new_mean = static_cast<Accumulator*>(to.mean);
+        auto *new_square = static_cast<Accumulator*>(to.squares), *change = static_cast<Accumulator*>(to.changes);
         const auto row_of = [=](int32_t last) {
             const int64_t passed = int64_t(step) - last;
             return row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
         };
         ranges(means.count, threads, [&](size_t begin, size_t end) {
+            constexpr size_t AHEAD = 64;  // entries prefetched
             Block block{};
+            Accumulator before[Block::SIZE];
+            size_t found = 0;
             for (size_t from = begin; from < end; from += Block::SIZE) {
                 const size_t size = std::min(end - from, size_t(Block::SIZE));
                 const auto element = [=](size_t j) { return index ? size_t(index[from + j]) : from + j; };
@@ -116,8 +121,18 @@ void adamw(Dense weights, Moments moments, const void* exponents, Sparse means, 
                 int32_t differ = 0;
                 for (size_t j = 0; j < size; j++) {
                     const size_t i = element(j);
+                    if (index && from + j + AHEAD < end) {
+                        const auto next = index[from + j + AHEAD];
+                        __builtin_prefetch(weight + next, 0, 2);
+                        __builtin_prefetch(mean + next, 0, 2);
+                        __builtin_prefetch(square + next, 0, 2);
+                        __builtin_prefetch(moments.last + next, 0, 2);
+                        __builtin_prefetch(exponent + next, 0, 2);
+                        if (kept) __builtin_prefetch(kept + next, 0, 2);
+                    }
                     differ |= moments.last[i] ^ first;
-                    block.weight[j] = kept ? W::widen(weight[i]) + kept[i] : W::widen(weight[i]);
+                    before[j] = W::widen(weight[i]);
+                    block.weight[j] = kept ? before[j] + kept[i] : before[j];
                     block.mean[j] = mean[i];
                     block.square[j] = square[i];
                     block.gradient[j] = value[from + j] * unit_of<Accumulator>(exponent[i]);
@@ -127,9 +142,57 @@ void adamw(Dense weights, Moments moments, const void* exponents, Sparse means, 
                     for (size_t c = 0; c < 6; c++) block.row[c][j] = of[c];
                 }
                 adamw_of(Accumulator())(block, tiny);
-                std::copy_n(block.weight, size, new_value[0] + from);
-                std::copy_n(block.mean, size, new_value[1] + from);
-                std::copy_n(block.square, size, new_value[2] + from);
+                std::copy_n(block.weight, size, new_weight + from);
+                std::copy_n(block.mean, size, new_mean + from);
+                std::copy_n(block.square, size, new_square + from);
+                for (size_t j = 0; j < size; j++) {
+                    const Accumulator moved = block.weight[j] - before[j], root = std::sqrt(block.square[j]) + unit_tiny;
+                    const Accumulator unit = unit_of<Accumulator>(exponent[element(j)]);
+                    const bool fits = std::abs(block.weight[j]) + moves * std::abs(moved) < below || !(std::abs(before[j]) <= MAX);
+                    const bool usable = std::abs(block.mean[j]) <= MAX && block.square[j] <= MAX && fits;
+                    // unit <= floor_power_of_two(root * 0.75) / 2, and so on: see _unit_changes in sparsecomm/optimizers/adamw.py
+                    const int8_t sign = int8_t(root * Accumulator(0.75) >= 2 * unit) - int8_t(root * Accumulator(1.5) < unit);
+                    to.signs[from + j] = usable ? sign : AdamWResults::OVERFLOWS;
+                    found += !usable;
+                    if (change) change[from + j] = moved;
+                }
+            }
+            overflows += found;
+        });
+    });
+    return overflows;
+}
+
+void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indices, AdamWResults from, int32_t step, bool write,
+                 int threads) {
+    with_entries(weights.type, indices, int64_indices, [&](const auto* index, const auto*, auto format) {
+        using W = decltype(format);
+        using Accumulator = typename W::Accumulator;
+        auto* weight = static_cast<typename W::Bits*>(weights.data);
+        auto *mean = static_cast<Accumulator*>(moments.mean), *square = static_cast<Accumulator*>(moments.squares);
+        auto* kept = static_cast<Accumulator*>(moments.compensation);
+        const auto *new_weight = static_cast<const Accumulator*>(from.weights), *new_mean = static_cast<const Accumulator*>(from.mean);
+        const auto* new_square = static_cast<const Accumulator*>(from.squares);
+        ranges(indices.count, threads, [=](size_t begin, size_t end) {
+            constexpr size_t AHEAD = 64;  // entries prefetched
+            for (size_t e = begin; e < end; e++) {
+                const size_t i = index ? size_t(index[e]) : e;
+                if (index && e + AHEAD < end) {
+                    const auto next = index[e + AHEAD];
+                    __builtin_prefetch(weight + next, 1, 2);
+                    __builtin_prefetch(mean + next, 1, 2);
+                    __builtin_prefetch(square + next, 1, 2);
+                    __builtin_prefetch(moments.last + next, 1, 2);
+                    if (kept) __builtin_prefetch(kept + next, 1, 2);
+                }
+                if (write) weight[i] = canonical<W>(W::narrow(new_weight[e]));
+                if (kept) {
+                    const Accumulator lost = new_weight[e] - W::widen(weight[i]);
+                    kept[i] = std::abs(lost) <= std::numeric_limits<Accumulator>::max() ? lost : 0;
+                }
+                mean[i] = new_mean[e];
+                square[i] = new_square[e];
+                moments.last[i] = step;
             }
         });
     });

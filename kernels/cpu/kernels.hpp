@@ -159,25 +159,43 @@ bool add_quotient(Dense x, const void* exponents, double scale, bool if_finite, 
 // The moments of weights, in the accumulator type, the latest step that updated each weight, and what rounding has kept from
 // each weight, in the accumulator type, or null.
 struct Moments {
-    const void* mean;
-    const void* squares;
-    const int32_t* last;
-    const void* compensation;
+    void* mean;
+    void* squares;
+    int32_t* last;
+    void* compensation;
 };
 
 // Returns the largest magnitude, or NaN if x contains one. Reads x once.
 double largest(Dense x, int threads);
 
-// Makes all AdamW steps of weights since their last update: see `Backend.adamw`. Each operation is rounded.
+// The results of `adamw`, one element per entry: new weights, means and squares in the accumulator type; the changes of weights,
+// or null; and a sign: 1 or -1 where a unit doubles or halves, OVERFLOWS where the step must not be used.
+struct AdamWResults {
+    static constexpr int8_t OVERFLOWS = 2;
+    void* weights;
+    void* mean;
+    void* squares;
+    void* changes;
+    int8_t* signs;
+};
+
+// Makes all AdamW steps of weights since their last update: see `Backend.adamw`. Each operation is rounded. Returns the number
+// of entries that overflow.
 //
 //   weights    [in]   n elements
 //   moments    [in]   n elements each
 //   exponents  [in]   n exponents, as in `add_quotient`
 //   means      [in]   indices below n; or null, with a value for each of the n elements
 //   rows       [in]   `count` rows of 6 numbers of the accumulator type, count > 0
-//   to         [out]  three arrays of the accumulator type, one element per entry: weights, means and squares
-void adamw(Dense weights, Moments moments, const void* exponents, Sparse means, bool int64_indices, const void* rows,
-           size_t count, double eps, int32_t step, void* const to[3], int threads);
+size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means, bool int64_indices, const void* rows,
+             size_t count, double unit_eps, double eps, double limit, double margin, int32_t step, AdamWResults to, int threads);
+
+// Stores results of `adamw`: see `Backend.store_adamw`. `indices` are null, or as there; `count` is the number of entries.
+//
+//   weights  [in,out]  n elements; written if `write`
+//   moments  [in,out]  n elements each
+void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indices, AdamWResults from, int32_t step, bool write,
+                 int threads);
 
 // x = weight * x + (1 - weight) * values, in the accumulator type; both products and the sum are each rounded, then the sum
 // to the type of x.

@@ -11,6 +11,7 @@ from functools import wraps
 import numpy as np
 
 from sparsecomm import config
+from sparsecomm.backends.adamw import AdamWResult
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
@@ -167,6 +168,47 @@ cdef inline Entries checked_entries(entries, cbool float64_values):
     cdef Entries found = Entries.__new__(Entries, entries)
     found.expect(float64_values)
     return found
+
+
+cdef class Targets:
+    """The entries of an update of weights, or a value for each of them."""
+
+    cdef Entries entries
+    cdef Sparse data
+    cdef cbool int64_indices
+
+    def __cinit__(self, entries, Tensor weights):
+        if isinstance(entries, DenseSum):
+            self.data.indices, self.data.count = NULL, <size_t> weights.size
+            self.data.values = checked(entries.dense, width(weights), "entries", weights.size)
+            return
+        self.entries = checked_entries(entries, is_float64(weights))
+        self.data, self.int64_indices = self.entries.data, self.entries.int64_indices
+        if self.entries.size != <size_t> weights.size:
+            raise ValueError(f"got entries of {self.entries.size} elements; expected {weights.size} elements")
+
+
+cdef Moments moments_of(moments, Tensor weights):
+    """Return moments of ``weights`` as a kernel argument."""
+    cdef size_t itemsize = width(weights)
+    cdef Moments state
+    state.mean = checked(moments.mean, itemsize, "mean", weights.size)
+    state.squares = checked(moments.squares, itemsize, "squares", weights.size)
+    state.last = <int*> checked(moments.last, 4, "last", weights.size)
+    state.compensation = NULL
+    if moments.compensation is not None:
+        state.compensation = checked(moments.compensation, itemsize, "compensation", weights.size)
+    return state
+
+
+cdef AdamWResults results_of(list arrays, cnp.ndarray signs):
+    """Return the arrays of an `AdamWResult` as a kernel argument."""
+    cdef AdamWResults results
+    results.weights, results.mean = cnp.PyArray_DATA(arrays[0]), cnp.PyArray_DATA(arrays[1])
+    results.squares = cnp.PyArray_DATA(arrays[2])
+    results.changes = NULL if arrays[3] is None else cnp.PyArray_DATA(arrays[3])
+    results.signs = <signed char*> cnp.PyArray_DATA(signs)
+    return results
 
 
 cdef class Room:
@@ -368,39 +410,36 @@ class CpuBackend(Backend):
         cdef void* units = checked(exponents, width(x) // 4, "exponents", x.size)
         return bool(c_add_quotient(dense(x), units, scale, if_finite, checked_residual(residual, x), self.threads))
 
-    def adamw(self, Tensor weights not None, moments, cnp.ndarray exponents not None, entries, cnp.ndarray table not None, double eps, int step):
-        cdef Dense of = dense(weights)
-        cdef size_t itemsize = width(weights), size = of.size
-        cdef Entries sparse
-        cdef Sparse means
-        cdef cbool int64_indices = False
-        cdef cnp.ndarray rows = table.reshape(-1)
-        if isinstance(entries, DenseSum):
-            means.indices, means.values, means.count = NULL, checked(entries.dense, itemsize, "entries", weights.size), of.size
-        else:
-            sparse = checked_entries(entries, is_float64(weights))
-            means, int64_indices, size = sparse.data, sparse.int64_indices, sparse.size
-        cdef Moments state
-        state.mean = checked(moments.mean, itemsize, "mean", weights.size)
-        state.squares = checked(moments.squares, itemsize, "squares", weights.size)
-        state.last = <int*> checked(moments.last, 4, "last", weights.size)
-        state.compensation = NULL
-        if moments.compensation is not None:
-            state.compensation = checked(moments.compensation, itemsize, "compensation", weights.size)
+    def adamw(
+        self, Tensor weights not None, moments, cnp.ndarray exponents not None, entries, cnp.ndarray table not None,
+        double unit_eps, double eps, int step, cbool with_changes, double margin,
+    ):
+        cdef size_t itemsize = width(weights), count = cnp.PyArray_SIZE(table) // 6
+        cdef Targets targets = Targets(entries, weights)
         cdef void* units = checked(exponents, itemsize // 4, "exponents", weights.size)
+        cdef cnp.ndarray rows = table.reshape(-1)
         cdef const void* coefficients = checked(rows, itemsize, "table")
-        cdef size_t count = cnp.PyArray_SIZE(rows) // 6
-        if size != of.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
-            raise ValueError(
-                f"got a table of {cnp.PyArray_SIZE(rows)} numbers and entries of {size} elements; expected rows of 6 numbers "
-                f"and {of.size} elements"
-            )
-        made = [empty(self.scratch, means.count, value_type(is_float64(weights))) for _ in range(3)]
-        cdef void* to[3]
-        for i in range(3):
-            to[i] = cnp.PyArray_DATA(made[i])
-        c_adamw(of, state, units, means, int64_indices, coefficients, count, eps, step, to, self.threads)
-        return tuple(made)
+        if 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
+            raise ValueError(f"got a table of {cnp.PyArray_SIZE(rows)} numbers; expected rows of 6 numbers")
+        cdef int real = value_type(is_float64(weights))
+        made = [empty(self.scratch, targets.data.count, real) for _ in range(3 + with_changes)]
+        made += [None] * (4 - len(made))
+        signs = empty(self.scratch, targets.data.count, cnp.NPY_INT8)
+        found = c_adamw(
+            dense(weights), moments_of(moments, weights), units, targets.data, targets.int64_indices, coefficients, count, unit_eps,
+            eps, weights.dtype.rounds_to_infinity, margin, step, results_of(made, signs), self.threads,
+        )
+        return AdamWResult(*made, signs, found)
+
+    def store_adamw(self, Tensor weights not None, moments, entries, made, int step, cbool write):
+        cdef Targets targets = Targets(entries, weights)
+        arrays = [made.weights, made.mean, made.squares]
+        for array in arrays:
+            checked(array, width(weights), "result", targets.data.count)
+        c_store_adamw(
+            dense(weights), moments_of(moments, weights), targets.data, targets.int64_indices, results_of([*arrays, None], made.signs),
+            step, write, self.threads,
+        )
 
     def largest(self, Tensor x not None):
         return c_largest(dense(x), self.threads)

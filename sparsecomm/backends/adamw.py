@@ -26,20 +26,45 @@ class Moments(NamedTuple):
     compensation: Array | None
 
 
+class AdamWResult(NamedTuple):
+    """New values of weights, one element for each entry of an update.
+
+    Attributes:
+        weights, mean, squares: in the accumulator dtype.
+        changes: of the weights, or ``None``.
+        signs: int8: 1 or -1 where a unit doubles or halves, and `OVERFLOWS` where the step must not be used.
+        overflows: the number of entries that overflow.
+    """
+
+    weights: Array
+    mean: Array
+    squares: Array
+    changes: Array | None
+    signs: Array
+    overflows: int
+
+
+OVERFLOWS = 2  # in `AdamWResult.signs`
+
+
 def unit_dtype(real: Any) -> Any:
     """Return the dtype of `unit_exponents` for an accumulator dtype: uint8 for float32, uint16 for float64."""
     return np.dtype(np.uint16 if np.dtype(real).itemsize == 8 else np.uint8)
 
 
 def unit_exponents(xp: Any, squares: Array, eps: Any) -> Array:
-    """Return the exponents of sqrt(squares) + eps, with the bias of their floating-point format.
+    """Return the exponents of sqrt(squares) + eps: see `exponents_of`.
 
-    The power of two with this exponent is the unit in which AdamW exchanges gradients. ``squares`` are float32 or
-    float64, and ``eps`` is a normal number of that dtype, so exponents are at least 1.
+    The power of two with this exponent is the unit in which AdamW exchanges gradients. ``eps`` is a normal number of
+    the dtype of ``squares``, so exponents are at least 1.
     """
-    root = xp.sqrt(squares) + eps
-    word, digits = (np.uint64, 52) if root.dtype.itemsize == 8 else (np.uint32, 23)
-    exponents: Array = (root.view(word) >> word(digits)).astype(unit_dtype(root.dtype))
+    return exponents_of(xp.sqrt(squares) + eps)
+
+
+def exponents_of(x: Array) -> Array:
+    """Return the exponents of positive float32 or float64 numbers, with the bias of their format."""
+    word, digits = (np.uint64, 52) if x.dtype.itemsize == 8 else (np.uint32, 23)
+    exponents: Array = (x.view(word) >> word(digits)).astype(unit_dtype(x.dtype))
     return exponents
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
-from sparsecomm.backends.adamw import Moments, adamw_step, units
+from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, adamw_step, units
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
@@ -241,9 +241,12 @@ class Backend:
         exponents: Array,
         entries: SparseVector,
         table: Array,
+        unit_eps: float,
         eps: float,
         step: int,
-    ) -> tuple[Array, Array, Array]:
+        with_changes: bool,
+        margin: float,
+    ) -> AdamWResult:
         """Make all AdamW steps of some weights since their last update, with `adamw_step`. Changes no argument.
 
         Args:
@@ -252,21 +255,46 @@ class Backend:
             entries: gradients, divided by the units; a `DenseSum` has one for every weight.
             table: shape ``(rows, 6)``, in host memory and the accumulator dtype: row i contains the coefficients for a
                 weight last updated i steps ago. The last row is also used for all earlier updates.
-            eps: rounded to the accumulator dtype.
+            unit_eps, eps: of the units and of the step, rounded to the accumulator dtype.
             step: number of this step, at least 1.
+            with_changes: whether to return changes.
+            margin: an entry also overflows if its weight could not change by this times its change.
 
         Returns:
-            New weights, means and squares, in the accumulator dtype, one for each entry. Rounds each operation.
+            The results. Rounds each operation. A weight that is not finite overflows only if its moments do. Units
+            follow sqrt(squares) + eps, but may differ from it by a third more than a factor of 2, so that few change
+            to and fro.
         """
         xp, (mean, squares, last, compensation) = library_of(moments.mean), moments
+        real: Any = mean.dtype.type
         index: Any = slice(None) if isinstance(entries, DenseSum) else entries.indices
         quotient = entries.dense if isinstance(entries, DenseSum) else entries.values
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
-        weight = self.values_of(weights, index)
-        if compensation is not None:
-            weight = weight + compensation[index]
-        gradient, coefficients = quotient * units(exponents[index], mean.dtype), [rows[:, j] for j in range(6)]
-        return adamw_step(xp, weight, gradient, mean[index], squares[index], coefficients, mean.dtype.type(eps))
+        before = self.values_of(weights, index)
+        weight = before if compensation is None else before + compensation[index]
+        unit, coefficients = units(exponents[index], real), [rows[:, j] for j in range(6)]
+        w, m, v = adamw_step(xp, weight, quotient * unit, mean[index], squares[index], coefficients, real(eps))
+        change, root = w - before, xp.sqrt(v) + real(unit_eps)
+        signs = (root * real(0.75) >= 2 * unit).astype(np.int8) - (root * real(1.5) < unit)
+        fits = (abs(w) + real(margin) * abs(change) < weights.dtype.rounds_to_infinity) | ~xp.isfinite(before)
+        usable = xp.isfinite(m) & xp.isfinite(v) & fits
+        signs = xp.where(usable, signs, np.int8(OVERFLOWS))
+        return AdamWResult(w, m, v, change if with_changes else None, signs, len(usable) - int(usable.sum()))
+
+    def store_adamw(
+        self, weights: Tensor, moments: Moments, entries: SparseVector, made: AdamWResult, step: int, write: bool
+    ) -> None:
+        """Store the results of `adamw`: moments, and with ``write`` the new weights, rounded to their dtype.
+
+        The compensation becomes the difference between the new weights and those in ``weights``.
+        """
+        index: Any = slice(None) if isinstance(entries, DenseSum) else entries.indices
+        if write:
+            self.put(weights, index, made.weights)
+        if moments.compensation is not None:
+            lost = made.weights - self.values_of(weights, index)
+            moments.compensation[index] = library_of(lost).where(abs(lost) < np.inf, lost, 0)
+        moments.mean[index], moments.squares[index], moments.last[index] = made.mean, made.squares, step
 
     def values_of(self, x: Tensor, index: Any) -> Array:
         """Return elements of a flat view of x in the accumulator dtype."""

@@ -36,10 +36,17 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         void give(void*, size_t) noexcept
 
     cdef cppclass Moments:
-        const void* mean
-        const void* squares
-        const int* last
-        const void* compensation
+        void* mean
+        void* squares
+        int* last
+        void* compensation
+
+    cdef cppclass AdamWResults:
+        void* weights
+        void* mean
+        void* squares
+        void* changes
+        signed char* signs
 
     size_t chunk_room(size_t, size_t, size_t)
     void threshold_free(Collected*)
@@ -84,7 +91,10 @@ cdef extern from *:
     void c_widen "without_gil<sparsecomm::widen>"(Dense, const Dense*, void*, int) except +
     cbool c_add_quotient "without_gil<sparsecomm::add_quotient>"(Dense, const void*, double, cbool, void*, int) except +
     double c_largest "without_gil<sparsecomm::largest>"(Dense, int) except +
-    void c_adamw "without_gil<sparsecomm::adamw>"(Dense, Moments, const void*, Sparse, cbool, const void*, size_t, double, int, void**, int) except +
+    size_t c_adamw "without_gil<sparsecomm::adamw>"(
+        Dense, Moments, const void*, Sparse, cbool, const void*, size_t, double, double, double, double, int, AdamWResults, int
+    ) except +
+    void c_store_adamw "without_gil<sparsecomm::store_adamw>"(Dense, Moments, Sparse, cbool, AdamWResults, int, cbool, int) except +
     cbool c_add_difference "without_gil<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "without_gil<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "without_gil<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +

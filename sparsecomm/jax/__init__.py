@@ -24,6 +24,7 @@ Eager calls of this module do so. Ctrl-C takes effect when the call has ended.
 
 **Copies.** On a CPU, an array is read in place. Residuals, several leaves that share a call, and results under jit are
 copied once. On a GPU, eager calls stay in device memory (by DLPack, with CuPy), and calls under jit copy to the host.
+`sparse_adamw` copies parameters and its state to the host in every step, and computes the step there.
 
 **Errors.** Invalid arguments raise `InvalidInputError` while tracing. Under jit, JAX raises errors of the exchange as
 `jax.errors.JaxRuntimeError`, whose text ends with the type and the text of the original. After an error nothing has
@@ -32,8 +33,8 @@ been written, and the gradient is not in the residual: pass both again, unless t
 **Weights** must be the same on all ranks. `sparsify` and `sparse_adamw` compare them: see ``check_weights_every``. In
 other loops, call `sparsecomm.check_weights` on all ranks.
 
-**Checkpoints.** Residuals are part of the training state, an ordinary pytree. They differ between ranks: each rank
-saves and loads its own, for example by `sparsecomm.save`.
+**Checkpoints.** Residuals are part of the training state, an ordinary pytree, and so are the moments of `sparse_adamw`.
+They differ between ranks: each rank saves and loads its own, for example by `sparsecomm.save`.
 """
 
 try:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.backends.adamw import adamw_step, unit
-from sparsecomm.calls.plan import Options
-from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.jax.exchange import Density, accumulator_dtype
-from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step
-from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
-from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
-from sparsecomm.reducer.options import with_dense_steps
+from sparsecomm.backends import float_mode_only
+from sparsecomm.backends.adamw import Moments, unit_dtype
+from sparsecomm.errors import InvalidInputError, SparseCommError, pip_install
+from sparsecomm.jax.exchange import Density, call_from_xla
+from sparsecomm.jax.transform import check_parameters
+from sparsecomm.jax.trees import PyTree, checked, init_residuals
+from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW
+from sparsecomm.reducer import Reducer
+from sparsecomm.reducer.options import Schedule, with_dense_steps
+from sparsecomm.signals import deferred, interrupt_in
 from sparsecomm.states.weights import check_every
-from sparsecomm.transport import Comm
+from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
+from sparsecomm.tensors.interop import CPU, TensorSpec
+from sparsecomm.tensors.sparse import Array
+from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:
@@ -26,17 +33,21 @@ if TYPE_CHECKING:
 
 
 class SparseAdamWState(NamedTuple):
-    """The state of `sparse_adamw`: the same on all ranks, except the residuals.
+    """The state of `sparse_adamw`. Step and units are the same on all ranks.
 
-    ``mu`` and ``nu`` are running averages of gradients and of their squares, in float32 (float64 for float64). Before
-    an element's first update, ``nu`` only determines the unit in which its gradients are sent.
+    Each rank has the moments of a part of the weights. With one rank, they have the shapes of the parameters; with
+    several, each is a flat array of this rank's part of a parameter, which may be empty. Moments and residuals are
+    float32 (float64 for float64).
     """
 
     step: jax.Array  # number of steps so far; int32, of shape ()
-    mu: PyTree
-    nu: PyTree
+    mu: PyTree  # running averages of gradients
+    nu: PyTree  # and of their squares
     last: PyTree  # the step of each weight's last update, int32; 0: none yet
-    residuals: PyTree  # what this rank has not sent yet, divided by ``unit(nu)``
+    compensation: PyTree  # the exact weights minus the parameters; None with one rank
+    units: PyTree  # gradients are divided by powers of two with these exponents; uint8, uint16 for float64; 0: none yet
+    residuals: PyTree  # what this rank has not sent yet, divided by the units
+    units_lag: jax.Array  # whether dense steps have changed nu, but not yet the units; of shape ()
 
 
 def sparse_adamw(
@@ -57,10 +68,12 @@ def sparse_adamw(
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 
-    This is a complete optimizer, not a link of a chain: pass ``update`` this rank's gradients and the parameters. It is
-    collective, and all ranks make the same updates, bit for bit. If a gradient is not finite on some rank, or the step
-    would make a parameter or a moment infinite, all ranks skip the step; finite gradients stay in the residuals, and
-    elements that would overflow are dropped. At ``density=1.0`` it is ``optax.adamw`` of exact means.
+    This is a complete optimizer, not a link of a chain: pass ``update`` this rank's gradients and the parameters, and
+    add what it returns to the parameters. ``init`` and ``update`` are collective, and all ranks make the same updates,
+    bit for bit. If a gradient is not finite on some rank, or the step would make a parameter or a moment infinite, all
+    ranks skip the step; finite gradients stay in the residuals, and elements that would overflow are dropped. At
+    ``density=1.0`` it is ``optax.adamw`` of exact means. The step is computed on the host, by the code of
+    `sparsecomm.SparseAdamW`.
 
     Args:
         learning_rate: a number, or an optax schedule: a function of the step, from 0.
@@ -69,7 +82,7 @@ def sparse_adamw(
         density: share of the entries that is sent and received: a number or a function, as in `sparsify`.
         dense_steps: as in `sparsify`.
         comm, wire: as in `sparsify`; by default values have 2 bits, and float64 values are exact.
-        check_weights_every: as in `sparsify`; moments are compared, too.
+        check_weights_every: as in `sparsify`; units are compared, too.
 
     Returns:
         A transformation whose state is `SparseAdamWState`, a pytree. ``update`` raises the errors of `allreduce_tree`.
@@ -82,108 +95,162 @@ def sparse_adamw(
         AdamWRule.of(0.0 if callable(learning_rate) else learning_rate, (b1, b2), eps, weight_decay)
     schedule = with_dense_steps(density, dense_steps)
     every = check_every(check_weights_every)
-    options = Options("auto", "mean", wire)
+
+    @functools.cache
+    def on_host(transport: Transport, *specs: TensorSpec) -> _OnHost:
+        return _OnHost({spec.name: spec for spec in specs}, schedule, transport, wire)
 
     def init(params: PyTree) -> SparseAdamWState:
-        zeros = init_residuals(params)
-        check_wire(options, zeros)
-        last = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.int32), params)
-        return SparseAdamWState(jnp.zeros((), jnp.int32), zeros, zeros, last, zeros)
+        residuals, structure = jax.tree.flatten(init_residuals(params))
+        specs, transport = _specs(params), transport_of(comm)
+        optimizer, alone = on_host(transport, *specs), transport.size == 1
+        shapes = [spec.shape if alone else (optimizer.part_size(spec.name),) for spec in specs]
+        reals = [leaf.dtype for leaf in residuals]
+
+        def zeros(dtypes: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> PyTree:
+            return jax.tree.unflatten(structure, map(jnp.zeros, shapes, dtypes))
+
+        return SparseAdamWState(
+            step=jnp.zeros((), jnp.int32),
+            mu=zeros(reals, shapes),
+            nu=zeros(reals, shapes),
+            last=zeros([jnp.int32] * len(reals), shapes),
+            compensation=None if alone else zeros(reals, shapes),
+            units=zeros([unit_dtype(real) for real in reals], [spec.shape for spec in specs]),
+            residuals=jax.tree.unflatten(structure, residuals),
+            units_lag=jnp.zeros((), bool),
+        )
 
     def update(updates: PyTree, state: SparseAdamWState, params: PyTree = None) -> tuple[PyTree, SparseAdamWState]:
         if params is None:
             raise InvalidInputError("sparse_adamw: update got no parameters; call update(gradients, state, params)")
-        checked(updates, state.residuals, "grads", "residuals", comm=comm)
-        check_parameters({"params": params, "state": state[1:4]}, state.step, every, comm=comm)
-        nu, step = _first_moments(updates, state, START * (1 - b2), comm=comm), state.step + 1
-        quotients = jax.tree.map(lambda g, v: g.astype(v.dtype) / unit(jnp, v, jnp.asarray(eps, v.dtype)), updates, nu)
-        squares: PyTree = jax.tree.map(lambda g, v: jnp.square(g.astype(v.dtype)), updates, nu)
-        sums = jax.tree.map(jnp.add, state.residuals, quotients)
-
+        grads, *_ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
+        weights, *_ = checked(params, state.residuals, "params", "residuals", comm=comm)
+        check_parameters({"params": params, "units": state.units}, state.step, every, comm=comm)
+        specs = _specs(params)
+        on_host(transport_of(comm), *specs).check(state)
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
+        numbers = rate, b1, b2, eps, weight_decay
+        fixed = [None if isinstance(each, jax.Array) else float(each) for each in numbers]
         on = (mask(params) if callable(mask) else mask) or jax.tree.map(lambda _: True, params)
-        decays = jax.tree.map(lambda on: weight_decay * on, on)
-        shared = {"learning_rate": rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-        for path, decay in jax.tree_util.tree_flatten_with_path(decays)[0] if mask is not None else ():
-            shared[f"weight_decay of {jax.tree_util.keystr(path)}"] = decay
+        decays = jax.tree.leaves(jax.tree.map(lambda _, on: bool(on), params, on))
+        given = [each for each in numbers if isinstance(each, jax.Array)]
+        operands, structure = jax.tree.flatten([given, grads, weights, [jax.tree.leaves(tree) for tree in state]])
 
-        def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
-            return tree_step(sent, schedule, state.residuals, "model", 0, options, state.step, 4096, comm, True, shared)
+        def host(*operands: Any) -> list[Array]:
+            given, grads, weights, old = jax.tree.unflatten(structure, operands)
+            rest = iter(given)  # 0.1, and not the float32 nearest to it
+            rate, *betas, tiny, decay = (float(str(np.asarray(next(rest)))) if n is None else n for n in fixed)
+            rules = [AdamWRule.of(rate, betas, tiny, decay * on) for on in decays]
+            optimizer = on_host(transport_of(comm), *specs)
+            return jax.tree.leaves(optimizer.step(grads, weights, SparseAdamWState(*old), rules))
 
-        finite = all_finite((squares, sums))
-        means, residuals, after_skip, finite = training_step(quotients, finite, state.residuals, exchange, comm)
-        dense = _is_dense(schedule, state.step)
-
-        def leaf(
-            p: Any, mean: Any, m: Any, v: Any, last: Any, decay: Any, residual: Any, skipped: Any
-        ) -> tuple[Any, ...]:
-            """Return a leaf's change, new mu, nu, last and residual, residual after a skip, and where it overflows."""
-            t, tiny, max_ = step.astype(v.dtype), jnp.asarray(eps, v.dtype), float(np.finfo(v.dtype).max)
-            waited = jnp.maximum(step - last, 1).astype(v.dtype)
-            rows = coefficients(jnp, waited, t, jnp.asarray(rate, v.dtype), (b1, b2), jnp.asarray(decay, v.dtype))
-            change, new_m, new_v, factor = adamw_step(
-                jnp, p.astype(v.dtype), mean, m, v, (last == 0) & (m == 0), rows, tiny, step_eps(jnp, tiny, b2, t)
-            )
-            hit = finite & (dense | (mean != 0))
-            moved = jnp.where(hit, change, 0).astype(p.dtype)
-            fits = jnp.isfinite(new_m) & jnp.isfinite(new_v) & (jnp.isfinite(p + moved) | ~jnp.isfinite(p))
-            rescaled = jnp.clip(residual * jnp.where(hit, jnp.minimum(factor, max_), 1), -max_, max_)
-            made: Any = moved, *(jnp.where(hit, *each) for each in ((new_m, m), (new_v, v), (step, last))), rescaled
-            return *made, jnp.where(hit & ~fits, 0, skipped), hit & ~fits
-
-        leaves = jax.tree.map(leaf, params, means, state.mu, nu, state.last, decays, residuals, after_skip)
-        structure: Any = jax.tree.structure(params)
-        changes, *made, after_skip, overflows = jax.tree.transpose(structure, jax.tree.structure((0,) * 7), leaves)
-        usable = finite & ~jnp.any(jnp.stack([each.any() for each in jax.tree.leaves(overflows)]))
-        # After a skipped first step the new units are discarded, and so are residuals in these units.
-        skipped = (
-            state.mu,
-            select(state.step > 0, nu, state.nu),
-            state.last,
-            select(state.step > 0, after_skip, state.residuals),
-        )
-        changes = jax.tree.map(lambda change: jnp.where(usable, change, 0), changes)
-        return changes, SparseAdamWState(
-            jnp.where(usable, step, state.step), *(select(usable, *each) for each in zip(made, skipped, strict=True))
-        )
+        like = operands[len(given) + len(grads) :]
+        if any(isinstance(each, jax.core.Tracer) for each in operands):
+            results = call_from_xla(host, like, *operands)
+        else:
+            jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
+            results = jax.device_put(host(*operands), next(iter(weights[0].devices())))
+        left = iter(results)
+        changes, *new = (jax.tree.map(lambda _: next(left), tree) for tree in (params, *state))
+        return changes, SparseAdamWState(*new)
 
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 
 
-def _is_dense(schedule: Density, step: jax.Array) -> bool | jax.Array:
-    """Return whether a step is dense. A schedule is called on the host."""
-    if not callable(schedule):
-        return schedule == 1.0
-    shape: Any = jax.ShapeDtypeStruct((), bool)  # type: ignore[no-untyped-call]
-    dense: jax.Array = jax.pure_callback(lambda now: np.bool_(schedule(int(now)) == 1.0), shape, step)
-    return dense
+def _specs(params: PyTree) -> list[TensorSpec]:
+    return [
+        TensorSpec(
+            "params" + jax.tree_util.keystr(path), leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU
+        )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+    ]
 
 
-def _first_moments(grads: PyTree, state: SparseAdamWState, start: float, *, comm: Comm) -> PyTree:
-    """Return ``state.nu``; in step 0, ``start`` times the mean square of each leaf over all ranks."""
-    leaves, structure = jax.tree.flatten(grads)
+@deferred
+class _OnHost:
+    """The optimizer of a tree of parameters, in host memory. Between steps it keeps memory and plans, but no state."""
 
-    def first(_: Any) -> list[jax.Array]:
-        squares = jnp.stack([_mean_square(leaf) for leaf in leaves])
-        means = allreduce_tree(squares, 1.0, comm=comm, algorithm="dense", wire="plain", dense_below=0)
-        sizes = jnp.array([leaf.size for leaf in leaves], squares.dtype)
-        overall = (means * sizes).sum() / jnp.maximum(sizes.sum(), 1)
-        found = []
-        for leaf, mean in zip(leaves, means, strict=True):
-            dtype = accumulator_dtype(leaf.dtype)
-            value = jnp.maximum((start * jnp.where(mean > 0, mean, overall)).astype(dtype), float(np.finfo(dtype).tiny))
-            found.append(jnp.full(leaf.shape, value))
-        return found
+    def __init__(self, specs: dict[str, TensorSpec], schedule: Schedule, comm: Comm, wire: WireName) -> None:
+        tensors = dict(reversed(specs.items()))  # a bucket has them in the reverse order
+        self._reducer = Reducer(tensors, schedule, comm=comm, wire=wire, scope="model", **OPTIONS)
+        self._names, self._adamw = list(specs), LazyAdamW(specs, self._reducer, None)
+        self._inputs: list[Any] = []  # the state from which an interrupted step began
+        self._weights: dict[str, Array] = {}
+        self._moments: dict[str, Moments] = {}
 
-    kept = jax.tree.leaves(state.nu)
-    if isinstance(state.step, jax.core.Tracer):
-        found = jax.lax.cond(state.step == 0, first, lambda _: kept, None)
-    else:
-        found = first(None) if state.step == 0 else kept
-    return jax.tree.unflatten(structure, found)
+    def part_size(self, name: str) -> int:
+        begin, end = self._adamw.part(name)
+        return end - begin
 
+    def check(self, state: SparseAdamWState) -> None:
+        """Check that a state has this rank's part of the moments."""
+        expected, found = [*map(self.part_size, self._names)], [leaf.size for leaf in jax.tree.leaves(state.mu)]
+        if found != expected:
+            transport = self._reducer.transport
+            raise InvalidInputError(
+                f"state: mu has leaves of {found} elements; expected {expected}, the part of rank {transport.rank} of "
+                f"{transport.size}; pass the state that init or update returned on this rank, with as many ranks"
+            )
 
-def _mean_square(leaf: jax.Array) -> jax.Array:
-    if not leaf.size:
-        return jnp.zeros((), jnp.float32)
-    return jnp.square(leaf.astype(accumulator_dtype(leaf.dtype))).mean().astype(jnp.float32)
+    @float_mode_only  # XLA's threads flush denormals
+    def step(
+        self, grads: list[Any], params: list[Any], state: SparseAdamWState, rules: list[AdamWRule]
+    ) -> tuple[list[Array], list[list[Array]]]:
+        """Return the changes of parameters, and the new state. Call it again with the same state after an interrupt.
+
+        Trees are lists of arrays here, which are neither written nor kept.
+        """
+        adamw, reducer, names, inputs = self._adamw, self._reducer, self._names, jax.tree.leaves(state)
+        if [*map(id, inputs)] != [*map(id, self._inputs)]:
+            if reducer.pending:
+                with suppress(SparseCommError):
+                    reducer.wait()
+            self._load(params, state)
+        self._inputs = inputs
+        try:
+            given = dict(zip(names, map(np.asarray, grads), strict=True))
+            done = adamw.exchange(given, self._weights, {}, dict(zip(names, rules, strict=True)))
+            if not adamw.missing:
+                adamw.update(self._weights, done)
+        except BaseException as error:
+            if interrupt_in(error) is None:
+                self._inputs = []
+            raise
+        self._inputs, moments = [], adamw.moments or self._moments
+        changes = [self._change(np.asarray(p), name, moments[name]) for p, name in zip(params, names, strict=True)]
+        new = [
+            *([array for array in field if array is not None] for field in zip(*map(moments.get, names), strict=True)),
+            [reducer.exponents(name).copy() for name in names],
+            [reducer.residual(name).copy() for name in names],
+            [np.asarray(adamw.units_lag)],
+        ]
+        shaped = [
+            [array.reshape(leaf.shape) for array, leaf in zip(*trees, strict=True)]
+            for trees in zip(new, state[1:], strict=True)
+        ]
+        adamw.adopt({}, {})
+        return changes, [[np.asarray(state.step[0] + done.usable, np.int32)], *shaped]
+
+    def _load(self, params: list[Any], state: SparseAdamWState) -> None:
+        names, adamw, reducer, step = self._names, self._adamw, self._reducer, int(state.step[0])
+        reducer.go_to(step)
+        trees = [[np.array(leaf) for leaf in tree] for tree in state[1:]]
+        for name, exponents, residual in zip(names, *trees[4:6], strict=True):
+            reducer.exponents(name)[:] = exponents.reshape(-1)
+            reducer.residual(name)[...] = residual
+        self._weights = {name: np.array(p) for name, p in zip(names, params, strict=True)}
+        flat: list[list[Any]] = [[leaf.reshape(-1) for leaf in tree] or [None] * len(names) for tree in trees[:4]]
+        self._moments = {name: Moments(*its) for name, *its in zip(names, *flat, strict=True)}
+        begun = any(exponents.any() for exponents in trees[4])
+        adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step), bool(trees[6][0]))
+
+    def _change(self, p: Array, name: str, moments: Moments) -> Array:
+        """Return what to add to a parameter. The compensation takes what this addition rounds off."""
+        new, change = self._weights[name], np.zeros_like(p)
+        np.subtract(new, p, out=change, where=new != p)
+        if moments.compensation is not None:
+            own, real = slice(*self._adamw.part(name)), moments.compensation.dtype
+            exact, found = (array.reshape(-1)[own].astype(real) for array in (new, p + change))
+            moments.compensation[:] += np.where(exact == found, 0, exact - found)
+        return change

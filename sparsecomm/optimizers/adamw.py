@@ -40,20 +40,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.backends.adamw import Moments, unit_exponents, units
+from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, unit_exponents, units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket, Part
-from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOWS, Outcome, SparseStep
+from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, SparseStep
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
@@ -134,13 +133,11 @@ class AdamWRule(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """New values of a tensor's part at its owner. ``index``: positions in the part, or all of it."""
+    """The results of a step for a tensor's part at its owner."""
 
     name: str
-    index: Any
-    weights: Array
-    mean: Array
-    squares: Array
+    entries: SparseVector
+    results: AdamWResult
 
 
 @deferred
@@ -151,7 +148,8 @@ class LazyAdamW:
         specs: the weights' specs by name.
         moments: the moments of this rank's part of each tensor by name: see `part`. Missing before a tensor's first
             gradient.
-        new_moments: returns moments of zeros for this rank's part of a tensor; by default, arrays on its device.
+        new_moments: returns moments of zeros for this rank's part of a tensor, with or without a compensation; by
+            default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
         units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
@@ -162,7 +160,7 @@ class LazyAdamW:
         weights: NamedTensors,
         reducer: Reducer,
         check_every: int | None,
-        new_moments: Callable[[str], Moments] | None = None,
+        new_moments: Callable[[str, bool], Moments] | None = None,
     ) -> None:
         """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
         self.specs = specs_of(weights)
@@ -175,6 +173,7 @@ class LazyAdamW:
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
         self._weights: Mapping[str, object] = {}  # weights and rules of the open step
         self._rules: Mapping[str, AdamWRule] = {}
+        self._tables: dict[tuple[AdamWRule, str, int], Array] = {}  # coefficients of the open step
         reducer.own(self)
         self.adopt({}, {})
 
@@ -189,7 +188,8 @@ class LazyAdamW:
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
-        self.moments[name], self.steps[name] = moments or self.new_moments(name), step
+        self.moments[name] = moments or self.new_moments(name, self._reducer.transport.size > 1)
+        self.steps[name], self.parts[name] = step, self.part(name)
 
     def part(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of this rank's part of a tensor."""
@@ -199,12 +199,11 @@ class LazyAdamW:
         """Return a context for work with the moments of a tensor, on the current stream."""
         return self._timelines[spec.device].on_stream(None)
 
-    def _new(self, name: str) -> Moments:
+    def _new(self, name: str, compensated: bool) -> Moments:
         spec, (begin, end) = self.specs[name], self.part(name)
         backend, real = self._backends[spec.device], spec.accumulator.accumulator
         mean, squares, last = (backend.zeros(end - begin, dtype) for dtype in (real, real, np.int32))
-        shared = self._reducer.transport.size > 1
-        return Moments(mean, squares, last, backend.zeros(end - begin, real) if shared else None)
+        return Moments(mean, squares, last, backend.zeros(end - begin, real) if compensated else None)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -249,7 +248,7 @@ class LazyAdamW:
             if self.units_lag and reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
-            self._weights, self._rules, self._made, self._outcomes = weights, rules, {}, {}
+            self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
 
     def _label(self, rules: Mapping[str, AdamWRule]) -> Label:
         """Return the rules and the steps by name, which all ranks must share."""
@@ -302,7 +301,7 @@ class LazyAdamW:
             name, rule, real = spec.name, rules[spec.name], np.dtype(spec.accumulator.accumulator)
             start = np.array([START * (1 - rule.betas[1]) * square], real)
             with self.on_stream(spec):
-                moments[name] = self.new_moments(name)
+                moments[name] = self.new_moments(name, self._reducer.transport.size > 1)
                 self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
         self.moments |= moments
         self.parts |= {name: self.part(name) for name in names}
@@ -324,32 +323,18 @@ class LazyAdamW:
     def sparse_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
     ) -> SparseStep:
-        made: list[_Made] = []
-        updates: list[SparseVector] = []
-        changes: list[SparseVector] = []
-        overflows: list[SparseVector] = []
-        for part, entries in zip(parts, sums, strict=True):
-            xp, index = library_of(entries.indices), entries.indices
-            if not backend.finite(backend.as_tensor(entries.values, entries.values.shape)):
-                none = [entries.part(0, 0) for entries in sums]
-                return SparseStep(none, none, NOT_FINITE)
-            weight, new = self._step(backend, part, entries)
-            old = backend.values_of(weight, index)
-            change = new.weights - old
-            moves = abs(change) * 4 if bucket.owners > 1 else 0  # rounding changes an update by less
-            overflow = ~_fits(xp, new, old, abs(new.weights) + moves, weight.dtype)
-            target = unit_exponents(xp, new.squares, new.squares.dtype.type(self._rules[part.spec.name].eps))
-            exponents = self._reducer.exponents(part.spec.name)[part.begin : part.end][index]
-            signs = xp.sign(target.astype(np.int32) - exponents.astype(np.int32))
-            made.append(new)
-            for found, values in ((updates, change), (changes, signs), (overflows, overflow)):
-                positions = xp.flatnonzero(values)
-                kept = values[positions].astype(change.dtype)
-                found.append(SparseVector.trusted(index[positions], kept, entries.size, entries.shape))
-        if any(entries.nnz for entries in overflows):
-            return SparseStep(overflows, [entries.part(0, 0) for entries in overflows], OVERFLOWS)
+        made = [self._step(backend, bucket, part, entries) for part, entries in zip(parts, sums, strict=True)]
+        if any(each.results.overflows for each in made):
+            xp, values = library_of(sums[0].values), [entries.values for entries in sums]
+            finite = all(backend.finite(backend.as_tensor(each, each.shape)) for each in values)
+            overflows = [each.results.signs == OVERFLOWS for each in made]
+            changes = [xp.where(where, each.dtype.type(1), 0) for where, each in zip(overflows, values, strict=True)]
+            return SparseStep(
+                changes, [xp.zeros_like(where, np.int8) for where in overflows], OVERFLOW if finite else NOT_FINITE
+            )
         self._made[bucket] = made
-        return SparseStep(updates, changes, FINE)
+        changes = [each.results.changes for each in made]
+        return SparseStep(changes, [each.results.signs for each in made], FINE)
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
@@ -358,20 +343,17 @@ class LazyAdamW:
             return NOT_FINITE
         made, verdict = [], FINE
         for part in parts:
-            segment = sums[part.offset : part.offset + part.end - part.begin]
-            weight = self._part_of(part)
-            old = backend.values_of(weight, slice(None))
+            segment, weight = sums[part.offset : part.offset + part.end - part.begin], self._part_of(part)
             if part.spec.name in without:
-                segment[:] = old
+                segment[:] = backend.values_of(weight, slice(None))
                 continue
-            _, new = self._step(backend, part, backend.nonzeros(segment, segment.shape))
-            fits = _fits(library_of(sums), new, old, abs(new.weights), weight.dtype)
-            rounded: Any = backend.nonzeros(new.weights, segment.shape)
+            new = self._step(backend, bucket, part, backend.nonzeros(segment, segment.shape))
+            rounded: Any = backend.nonzeros(new.results.weights, segment.shape)
             if weight.dtype.itemsize == 2:
                 rounded = backend.rounded(rounded, weight.dtype)
             segment[:] = rounded.dense
-            if not fits.all():
-                segment[~fits], verdict = math.nan, OVERFLOWS
+            if new.results.overflows:
+                segment[new.results.signs == OVERFLOWS], verdict = math.nan, OVERFLOW
             made.append(new)
         self._made[bucket] = made
         return verdict
@@ -383,15 +365,28 @@ class LazyAdamW:
         """Return this rank's part of a weight in the open step."""
         return part.spec.tensor(self._weights[part.spec.name], part.spec.name).part(part.begin, part.end)
 
-    def _step(self, backend: Backend, part: Part, entries: SparseVector) -> tuple[Tensor, _Made]:
-        """Return a part of a weight, and its new values in the open step."""
-        spec, weight = part.spec, self._part_of(part)
+    def _step(self, backend: Backend, bucket: Bucket, part: Part, entries: SparseVector) -> _Made:
+        """Return the results of the open step for a part of a weight."""
+        spec, sparse = part.spec, not isinstance(entries, DenseSum)
         name, rule, t = spec.name, self._rules[spec.name], self.steps[spec.name] + 1
-        table = rule.table(t, np.dtype(spec.accumulator.accumulator))
+        key = rule, spec.accumulator.name, t
+        if key not in self._tables:
+            self._tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
         exponents, eps = self._reducer.exponents(name)[part.begin : part.end], step_eps(np, rule.eps, rule.betas[1], t)
-        values = backend.adamw(weight, self.moments[name], exponents, entries, table, eps, t)
-        index = slice(None) if isinstance(entries, DenseSum) else entries.indices
-        return weight, _Made(name, index, *values)
+        margin = 4 if sparse and bucket.owners > 1 else 0  # rounding changes an update by less
+        results = backend.adamw(
+            self._part_of(part),
+            self.moments[name],
+            exponents,
+            entries,
+            self._tables[key],
+            rule.eps,
+            eps,
+            t,
+            sparse,
+            margin,
+        )
+        return _Made(name, entries, results)
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -405,7 +400,7 @@ class LazyAdamW:
             return
         if not done.usable:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
-                if outcome.verdict == OVERFLOWS:
+                if outcome.verdict == OVERFLOW:
                     result: Any = outcome.result
                     with bucket.on_stream(None):
                         xp = library_of(bucket.residual)
@@ -449,13 +444,7 @@ class LazyAdamW:
         spec, moments, (begin, end) = self.specs[new.name], self.moments[new.name], self.parts[new.name]
         t, backend = spec.tensor(weight, spec.name, writable=True).part(begin, end), self._backends[spec.device]
         with self._timelines[spec.device].on_stream(t):
-            if write:
-                backend.put(t, new.index, new.weights)
-            if moments.compensation is not None:
-                lost = new.weights - backend.values_of(t, new.index)
-                moments.compensation[new.index] = library_of(lost).where(abs(lost) < math.inf, lost, 0)
-            moments.mean[new.index], moments.squares[new.index] = new.mean, new.squares
-            moments.last[new.index] = self.steps[new.name] + 1
+            backend.store_adamw(t, moments, new.entries, new.results, self.steps[new.name] + 1, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Double or halve the units of some weights, and convert their residuals."""
@@ -526,9 +515,8 @@ class LazyAdamW:
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
             with self.on_stream(self.specs[name]):
-                moments[name] = made = self.new_moments(name)
-                if made.compensation is None and arrays.compensation is not None and arrays.compensation.any():
-                    moments[name] = made = self._with_compensation(name, made)
+                lost = arrays.compensation is not None and bool(arrays.compensation.any())
+                moments[name] = made = self.new_moments(name, lost or self._reducer.transport.size > 1)
                 for ours, theirs in zip(made, arrays, strict=True):
                     if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs, ours)
@@ -536,11 +524,6 @@ class LazyAdamW:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
         self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
-
-    def _with_compensation(self, name: str, moments: Moments) -> Moments:
-        """Return a single rank's moments with the compensation that several ranks had."""
-        zeros = self._backends[self.specs[name].device].zeros(len(moments.mean), moments.mean.dtype)
-        return moments._replace(compensation=zeros)
 
     @default_float_mode
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
@@ -572,9 +555,7 @@ class LazyAdamW:
             with self.on_stream(self.specs[name]):
                 whole, found = self.gather(name, transport)
                 own = slice(*self.part(name))
-                made, missing = self.new_moments(name), ~found[own]
-                if made.compensation is None and whole.compensation.any():
-                    made = self._with_compensation(name, made)
+                made, missing = self.new_moments(name, size > 1 or bool(whole.compensation.any())), ~found[own]
                 if missing.any():
                     lost += int(missing.sum())
                     powers = units(to_host(self._reducer.exponents(name)[own])[missing], whole.squares.dtype)
@@ -583,7 +564,7 @@ class LazyAdamW:
                         whole.squares[own][missing] = whole.squares[found].mean()
                 np.minimum(whole.last, steps[name], out=whole.last)  # the root may be a step behind
                 for ours, theirs in zip(made, whole, strict=True):
-                    if ours is not None:
+                    if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs[own], ours)
                 moments[name] = made
         self.adopt(moments, steps, bool(units_lag[0]))
@@ -619,13 +600,6 @@ class LazyAdamW:
     def replicated(self) -> dict[str, Array]:
         """Return the exponents of all units by name. They must be equal on all ranks."""
         return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
-
-
-def _fits(xp: Any, new: _Made, old: Array, size: Array, dtype: DType) -> Array:
-    """Return where new moments are finite, and weights of magnitude ``size`` too, unless they were not before."""
-    fits = (size < dtype.rounds_to_infinity) | ~xp.isfinite(old)
-    found: Array = xp.isfinite(new.mean) & xp.isfinite(new.squares) & fits
-    return found
 
 
 def _use_units(residual: Array, exponents: Array, new: Array) -> None:
@@ -702,7 +676,10 @@ def read_moments(
         last, exponents = last.astype(np.int32).reshape(-1), None
         if eps is not None:
             if saved_part is not None:
-                raise InvalidInputError(f"state: it has no units, and only a part of the moments of {name}")
+                raise InvalidInputError(
+                    f"state: it has no units, and only a part of the moments of {name}; load the state that contains "
+                    "its residuals, or for PyTorch what consolidate_state_dict() returned"
+                )
             exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
             arrays["squares"][(last == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
         last, found = (

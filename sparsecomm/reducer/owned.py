@@ -26,7 +26,7 @@ from sparsecomm.reducer.bucket import Bucket, BucketCall, Part
 from sparsecomm.tensors.interop import library_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 
-FINE, OVERFLOWS, NOT_FINITE = range(3)  # verdicts of an owner: the updates are usable, or why not
+FINE, OVERFLOW, NOT_FINITE = range(3)  # verdicts of an owner: the updates are usable, or why not
 
 
 class Owner(Protocol):
@@ -42,7 +42,7 @@ class Owner(Protocol):
     ) -> int:
         """Make the step, and replace ``sums``, the concatenated parts, by new weights. Return a verdict.
 
-        ``without``: tensors without a gradient on any rank. Their weights do not change. If the verdict is `OVERFLOWS`,
+        ``without``: tensors without a gradient on any rank. Their weights do not change. If the verdict is `OVERFLOW`,
         elements that overflow become NaN instead.
         """
 
@@ -54,15 +54,14 @@ class SparseStep(NamedTuple):
     """A step of an owner.
 
     Attributes:
-        updates: what all ranks add to the weights, before it is rounded; for each part, with indices in the part. If
-            the verdict is `OVERFLOWS`, entries that would overflow instead.
-        changes: 1 or -1 for each weight whose unit changes by a factor of 2 or 1/2; like ``updates``. Only changes of
-            weights that are updated count.
+        changes: what all ranks add to the weights, before it is rounded: an array for each part, with an element for
+            each of its sums. If the verdict is `OVERFLOW`, 1 for sums that overflow instead, and 0 for others.
+        signs: int8, of the same shapes: 1 or -1 where a unit doubles or halves.
         verdict: `FINE`, or why no rank may apply the step.
     """
 
-    updates: list[SparseVector]
-    changes: list[SparseVector]
+    changes: list[Array]
+    signs: list[Array]
     verdict: int
 
 
@@ -119,12 +118,18 @@ class OwnedCall(BucketCall):
             if plan.mean and comm.size > 1:
                 sums = backend.divide(sums, comm.size)
             step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
-            exact, signs = (gradient.concatenate(vectors, bounds[:-1]) for vectors in (step.updates, step.changes))
-            updates, verdict = comm.quantized(exact, _Kept()), step.verdict
-            values = backend.values_at(signs, updates)
-            positions = library_of(values).flatnonzero(values)  # among the updates, which takes fewer bits than indices
-            indices = (begin + positions).astype(updates.indices.dtype)
-            changes = SparseVector.trusted(indices, values[positions], updates.size, updates.shape)
+            xp, verdict = library_of(sums.values), step.verdict
+            exact = backend.with_values(sums, xp.concatenate(step.changes))  # without zeros
+            signs = xp.concatenate(step.signs)
+            if comm.size == 1:
+                positions = xp.flatnonzero(signs)
+                return Outcome(exact, sums.indices[positions], signs[positions], verdict)
+            updates = comm.quantized(exact, _Kept())
+            if updates.nnz < sums.nnz:
+                signs = signs[xp.searchsorted(sums.indices, updates.indices)]
+            positions = xp.flatnonzero(signs)  # among the updates, which takes fewer bits than indices
+            indices, values = (begin + positions).astype(sums.indices.dtype), signs[positions].astype(sums.values.dtype)
+            changes = SparseVector.trusted(indices, values, sums.size, sums.shape)
         own, within = ((updates, changes), (verdict,)), [(begin, end) for begin, end, _ in shares]
         gathered = [own] if comm.size == 1 else gather_parcels(comm, own, ROUNDS, within)
         indices, verdicts = list[Array](), list[int]()

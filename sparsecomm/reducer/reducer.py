@@ -221,6 +221,12 @@ class Reducer:
                 self.weights_checked = self.step
             self._open.opening.clear()
 
+    def go_to(self, step: int) -> None:
+        """Make a step of this number next, for a program that keeps the state elsewhere."""
+        with self._lock:
+            self._connect_between_steps("go_to")
+            self._open = self._begin(step)
+
     def push(self, name: str, gradient: object, out: object = None) -> None:
         """Push a tensor's gradient of this step. Do not change it until `wait` returns.
 

@@ -55,7 +55,7 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
-    lambda state: {**state, "units": {}, "units_lag": False},
+    lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # some fields are of optimizers
 )
 
 

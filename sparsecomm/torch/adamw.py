@@ -15,20 +15,22 @@ import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.checks import to_bool, with_options
+from sparsecomm.checks import quote, to_bool, to_int, with_options
 from sparsecomm.errors import InvalidInputError, did_you_mean
 from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, read_moments
-from sparsecomm.reducer import Rebuilt, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.connection import Buckets
 from sparsecomm.reducer.options import OnStep, Schedule
+from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.signals import deferred
-from sparsecomm.states.loading import reading
+from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import from_host
 from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import GradientExchange, is_only_making_state
-from sparsecomm.torch.optimizer import Loss, SparseOptimizer
+from sparsecomm.torch.optimizer import NAMES, Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
 from sparsecomm.transport import Comm, transport_of
 from sparsecomm.wire import WireName
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
-FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # `Moments` in a parameter's state, beside "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FIELDS = (*MOMENTS, "last_step", "compensation")  # `Moments` in a parameter's state, beside "step"
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 _ADVICE = "make a new SparseAdamW, with all groups, on all ranks"
@@ -180,14 +183,50 @@ class SparseAdamW(SparseOptimizer):
         exchange.apply()
         return loss
 
-    def _load_own(self, state_dict: State) -> None:
-        """Load groups by PyTorch, but states here: PyTorch would convert moments to the dtype of the weights."""
+    def state_dict(self) -> StateDict:
+        """Return this rank's state: see `SparseOptimizer`. If residuals are kept apart, so are moments."""
+        saved = super().state_dict()
+        if self._residuals_apart:
+            left = saved["state"].items()
+            saved["state"] = {i: {k: v for k, v in entry.items() if k not in FIELDS} for i, entry in left}
+        return saved
+
+    def consolidate_state_dict(self, to: int = 0) -> StateDict | None:
+        """Return a state with whole moments on rank ``to``, and ``None`` on other ranks. Collective, between steps.
+
+        `torch.optim.AdamW` can load it. So can this optimizer, on all ranks and on any number of them, after
+        ``residuals_apart()``.
+        """
+        exchange, target = self._exchange, to_int(to)
+        if target is None or target >= exchange.reducer.transport.size:
+            raise InvalidInputError(f"to={quote(to)}: must be a rank from 0 to {exchange.reducer.transport.size - 1}")
+        if exchange.reducer.pending or (exchange.exchanged and exchange.reducer.last is not exchange.adamw.done):
+            raise InvalidInputError("consolidate_state_dict in the middle of a step; call step() first")
+        found = exchange.consolidated(target)
+        if exchange.reducer.transport.rank != target:
+            return None
+        saved = torch.optim.Optimizer.state_dict(self)
+        numbered = [
+            (p, i)
+            for group, its in zip(self.param_groups, saved["param_groups"], strict=True)
+            for p, i in zip(group["params"], its["params"], strict=True)
+        ]
+        names = {i: exchange.names.get(id(p), "") for p, i in numbered}
+        return {**saved, "state": {i: found[n] for i, n in names.items() if n in found}, NAMES: list(names.values())}
+
+    def _load_own(self, state_dict: State, prepared: PreparedState | None = None) -> None:
+        """Load groups by PyTorch, but states here: PyTorch would convert moments to the dtype of the weights.
+
+        A state without moments, whose moments are apart, leaves moments as they are.
+        """
         saved, groups = copy.deepcopy((state_dict["state"], state_dict["param_groups"]))
+        before = self.state
         torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": groups})
         for ours, its in zip(self.param_groups, groups, strict=True):
             for p, i in zip(ours["params"], its["params"], strict=True):
                 if entry := saved.get(i):
-                    self.state[p] = self._exchange.usable_state(p, entry)
+                    kept = before.get(p, {}) if prepared is None and not any(key in entry for key in FIELDS) else {}
+                    self.state[p] = self._exchange.usable_state(p, {**entry, **kept}, prepared)
 
 
 def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[str, torch.nn.Parameter]]]:
@@ -218,9 +257,10 @@ def settings_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @deferred
 class AdamWExchange(AutogradExchange):
-    """The exchange of a `SparseAdamW`. Its moments are tensors in the optimizer's state."""
+    """The exchange of a `SparseAdamW`. The moments of this rank's parts are tensors in the optimizer's state."""
 
     always_skips_nonfinite = True
+    compared = ("step",)
 
     def __init__(self, optimizer: SparseAdamW, named: NamedParameters, density: Schedule, **options: Any) -> None:
         super().__init__(named, density, dense_below=OPTIONS["dense_below"], **options)
@@ -231,11 +271,20 @@ class AdamWExchange(AutogradExchange):
         self._adopted: dict[str, Seen] = {}  # by name, the state that each tensor's moments share memory with
         self._by_group: list[tuple[AdamWRule, list[int]]] = []  # rules and parameters' ids; `_rules` was made from them
         self._rules: dict[str, AdamWRule] = {}
+        self._open_rules = self._rules  # of the step that was exchanged last
+
+    @property
+    def reducer(self) -> Reducer:
+        reducer = super().reducer
+        if self._adamw is None:
+            self._adamw = LazyAdamW(self._contiguous(), reducer, self._check_every, self._new_state)
+        return reducer
 
     @property
     def adamw(self) -> LazyAdamW:
         if self._adamw is None:
-            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state)
+            assert self.reducer
+        assert self._adamw is not None
         return self._adamw
 
     def _contiguous(self) -> dict[str, torch.Tensor]:
@@ -250,14 +299,13 @@ class AdamWExchange(AutogradExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def exchange(self, scale: float = 1.0, *, drop: bool = False) -> None:
-        """Sum all ranks' gradients times ``scale``, unless backward passes have summed them. Collective.
+        """Exchange all ranks' gradients times ``scale``, unless backward passes have done so. Collective.
 
         With ``drop``, this rank contributes no gradients.
         """
         if self.exchanged:
             return
-        rules = self.rules()
-        self.adopt_state(changeable=not self.reducer.pending)
+        rules = self._rules_of_step()
         gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
         weights = self._contiguous()
         self.ending_step(partial(self.adamw.exchange, gradients, weights, self._replicated, rules, scale))
@@ -268,18 +316,26 @@ class AdamWExchange(AutogradExchange):
     def apply(self) -> None:
         """Update the parameters by the latest exchange. After an interrupt, call it again to continue."""
         last = self.reducer.last
-        if not self.exchanged or last is None:
-            self.exchanged = False
-            return
+        if self.exchanged and last is not None:
+            if last.usable and last is not self.adamw.done and self.rules() != self._open_rules:
+                raise InvalidInputError(
+                    "param_groups: settings changed after the gradients were exchanged, when owners had made this step "
+                    "with the old ones; change lr and other settings before the backward pass. Set the old values to "
+                    "complete this step"
+                )
+            self._update(last)
+        self.exchanged = False
+
+    def _update(self, last: Step) -> None:
         if self._weights is None:
             self._weights = self._contiguous()
-        self.adamw.update(self._weights, self.rules(), last)
+        self.adamw.update(self._weights, last)
         for name, parameter in self.named.items():
             shard = self._local(parameter)
             if shard.data_ptr() != self._weights[name].data_ptr():
                 shard.copy_(self._weights[name])  # not recorded by autograd
         self._write_steps()
-        self._weights, self.exchanged = None, False
+        self._weights = None
 
     def synchronize(self) -> Step:
         """Exchange gradients: called by the user, or with ``overlap`` at the end of a backward pass."""
@@ -290,12 +346,17 @@ class AdamWExchange(AutogradExchange):
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
         """Push a gradient during a backward pass. If moments are missing, leave it to `synchronize`."""
         if not self.reducer.pending:
-            self.rules()
-            self.adopt_state()
-        rules = self._rules
-        self.adamw.open(self._replicated, rules)
+            self.adamw.open(self._contiguous(), self._replicated, self._rules_of_step())
         if not self.adamw.missing:
-            self.adamw.push(name, self._shard(name, gradient), rules[name])
+            self.adamw.push(name, self._shard(name, gradient), self._open_rules[name])
+
+    def _rules_of_step(self) -> dict[str, AdamWRule]:
+        """Return the rules of the open step. If none is open, those of the next one, for which this adopts states."""
+        pending = self.reducer.pending
+        self.adopt_state(changeable=not pending)
+        if not pending:
+            self._open_rules = self.rules()
+        return self._open_rules
 
     def _shard(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self._local_gradient(name, gradient).contiguous()
@@ -337,51 +398,102 @@ class AdamWExchange(AutogradExchange):
     def adopt_state(self, *, changeable: bool = True) -> None:
         """Use the state in the optimizer, which programs change, replace and delete between steps.
 
-        ``changeable``: whether it may have changed. Otherwise gradients have been exchanged in its units.
+        ``changeable``: whether it may have changed. Otherwise owners have made a step with it.
         """
         adamw, state = self.adamw, self.optimizer.state
         for name, parameter in self.named.items():
             entry, before = state.get(parameter), self._adopted.get(name)
-            if before is None if not entry else before is not None and before.is_in(self._seen(entry)):
+            same = before is None if not entry else before is not None and before.is_in(self._seen(entry))
+            if same and (name in adamw.moments or not self._has_units(name)):
                 continue
             if not changeable:
                 raise InvalidInputError(
                     f"optimizer.state: the state of {name} changed after gradients were exchanged and before step(); "
                     "change it only after step(), on all ranks"
                 )
-            moments, step = None, 0
             if entry and _has_moments(entry):
                 entry |= self.usable_state(parameter, entry)
-                moments, step = Moments(*(_flat(entry[field]) for field in FIELDS)), int(entry["step"])
-            known = moments is not None and before is not None and before.units_are_known()
-            adamw.replace(name, moments, step, keep_residual=known)
+                fields = [None if (t := entry.get(key)) is None else _flat(t) for key in FIELDS]
+                adamw.replace(name, Moments(*fields), int(entry["step"]))  # type: ignore[arg-type]
+            elif self._has_units(name):
+                adamw.replace(name, None, 0)
             self._note(name)
 
-    def usable_state(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the checked state of a parameter, also of dense AdamW, with moments that steps can use."""
+    def _has_units(self, name: str, buckets: Buckets | None = None) -> bool:
+        """Return whether units have begun, so that moments may begin with zeros."""
+        exponents = (buckets.by_name[name] if buckets else self.reducer.bucket(name)).exponents_of[name]
+        return len(exponents) > 0 and bool(exponents[0])
+
+    def usable_state(
+        self, parameter: torch.Tensor, entry: Mapping[str, Any], prepared: PreparedState | None = None
+    ) -> dict[str, Any]:
+        """Return the checked state of a parameter, with this rank's part of the moments in tensors that steps can use.
+
+        Args:
+            parameter: a parameter of the optimizer.
+            entry: its state, with moments of this rank's part or of the whole parameter, as of dense AdamW.
+            prepared: the state of the reducer that is loaded with it, whose whole moments replace those in ``entry``.
+        """
         name = self.names[id(parameter)]
         if self.named.get(name) is not parameter or not _has_moments(entry):
             return dict(entry)
-        before = self._adopted.get(name)
+        spec, buckets = self.adamw.specs[name], prepared.buckets if prepared else None
+        bucket = buckets.by_name[name] if buckets else self.reducer.bucket(name)
+        part = bucket.part(name, self.reducer.transport.rank)
+        saved = prepared.fields["moments"].get(name, {}) if prepared else {}
+        if saved and "part" not in saved:  # `reshard` has made them
+            found, entry = saved, {key: value for key, value in entry.items() if key not in FIELDS}
+        else:
+            found = self._found(name, entry, tuple(saved.get("part", part)))
+        eps = None if self._has_units(name, buckets) else self.rules()[name].eps
+        moments, count, exponents = read_moments(found, spec, part, eps)
+        with self.adamw.on_stream(spec):
+            if exponents is not None:
+                bucket.exponents_of[name][:] = from_host(exponents, bucket.exponents_of[name])
+            used = {**entry, "step": _step_tensor(count)}
+            compensated = self.reducer.transport.size > 1 or moments.compensation is not None
+            for key, array, room in zip(FIELDS, moments, self._zeros(name, part, compensated), strict=False):
+                usable = _is_usable(entry.get(key), room)
+                if not usable:
+                    used[key] = room
+                if array is not None and (not usable or key == "last_step"):
+                    flat = _flat(used[key])
+                    flat[:] = from_host(array, flat)
+        return used
+
+    def _found(self, name: str, entry: Mapping[str, Any], part: tuple[int, int]) -> dict[str, Any]:
+        """Return a parameter's state as `read_moments` takes it: this rank's part, unless all tensors are whole."""
+        before, shape = self._adopted.get(name), self.adamw.specs[name].shape
         with reading(f"optimizer.state of {name}", "the state of torch.optim.AdamW for this parameter"):
             hosts = [_host(entry.get(key)) for key in FIELDS]
+            if hosts[2] is not None and hosts[2].dtype.kind == "f":  # dense AdamW has loaded it, and does not update it
+                hosts[2] = None
+            if any(host is not None and host.shape != shape for host in hosts):
+                size = part[1] - part[0]
+                hosts = [h.reshape(-1)[slice(*part)] if h is not None and h.shape == shape else h for h in hosts]
+                for key, host in zip(FIELDS, hosts, strict=True):
+                    if host is not None and host.shape != (size,):
+                        raise InvalidInputError(
+                            f"optimizer.state: {key} of {name} has shape {host.shape}; expected {shape}, or ({size},) "
+                            f"for elements {part[0]} to {part[1]}, which this rank owns"
+                        )
             found: dict[str, Any] = dict(zip(Moments._fields, hosts, strict=True))
-            step = float(entry["step"])
-            last, known = found["last"], before is not None and before.tensors[-1] is entry.get("last_step")
+            if any(host is not None and host.shape != shape for host in hosts):
+                found["part"] = part
+            step, last = float(entry["step"]), found["last"]
+            known = before is not None and before.tensors[3] is entry.get("last_step")
             if last is not None and known and step.is_integer():  # the program may have changed the step alone
                 moved = int(step) - self.adamw.steps[name]
                 found["last"] = np.where(last > 0, (last + moved).clip(0, max(0, int(step))), 0)
             found["step"] = int(step) if step.is_integer() else step
-        moments, count = read_moments(found, self.adamw.specs[name])
-        used = {**entry, "step": _step_tensor(count)}
-        for key, array, dtype in zip(FIELDS, moments, _dtypes(parameter), strict=True):
-            usable = _is_usable(entry.get(key), parameter, dtype)
-            if not usable:
-                used[key] = _zeros_like(parameter, dtype)
-            if not usable or key == "last_step":
-                flat = _flat(used[key])
-                flat[:] = from_host(array, flat)
-        return used
+        return found
+
+    def _zeros(self, name: str, part: tuple[int, int], compensated: bool) -> list[torch.Tensor]:
+        """Return zeros for `FIELDS`: in the parameter's shape if this rank owns all of it, otherwise flat."""
+        parameter, spec, size = self.named[name], self.adamw.specs[name], part[1] - part[0]
+        like = parameter if size == spec.size else self._local(parameter).new_empty(size)
+        real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+        return [_zeros_like(like, dtype) for dtype in (real, real, torch.int32, real)[: 4 if compensated else 3]]
 
     def _note(self, name: str) -> None:
         """Note the state of a parameter, to notice when it changes."""
@@ -391,19 +503,20 @@ class AdamWExchange(AutogradExchange):
 
     def _seen(self, entry: Mapping[str, Any]) -> Seen:
         tensors: list[Any] = [entry.get("step"), *map(entry.get, FIELDS)]
-        shards = [local(t) for t in tensors if isinstance(t, torch.Tensor)] if self.sharded else tensors
+        shards = [t if t is None else local(t) for t in tensors] if self.sharded else tensors
         try:
-            return Seen(tensors, [(t.data_ptr(), t._version) for t in shards])
+            return Seen(tensors, [(t.data_ptr(), t._version) for t in shards if t is not None])
         except (AttributeError, RuntimeError):  # not a tensor, or one of inference mode
             return Seen(tensors, [])
 
-    def _new_state(self, name: str) -> Moments:
+    def _new_state(self, name: str, compensated: bool) -> Moments:
         """Set a parameter's state in the optimizer to zeros, and return its moments."""
-        parameter = self.named[name]
-        tensors = [_zeros_like(parameter, dtype) for dtype in _dtypes(parameter)]
-        self.optimizer.state[parameter] = {"step": _step_tensor(0), **dict(zip(FIELDS, tensors, strict=True))}
+        parameter, state = self.named[name], self.optimizer.state
+        tensors = self._zeros(name, self.adamw.part(name), compensated)
+        others = {key: value for key, value in state.get(parameter, {}).items() if key not in FIELDS}
+        state[parameter] = {**others, "step": _step_tensor(0), **dict(zip(FIELDS, tensors, strict=False))}
         self._note(name)
-        return Moments(*map(_flat, tensors))
+        return Moments(*[*map(_flat, tensors), None][:4])  # type: ignore[arg-type]
 
     def _write_steps(self) -> None:
         """Write the numbers of steps into the state, without a new version of the tensors."""
@@ -412,31 +525,90 @@ class AdamWExchange(AutogradExchange):
             step.numpy()[...] = self.adamw.steps[name]
 
     def make_empty_state(self) -> None:
-        """Make a state of zeros if there is none, for PyTorch to load into."""
+        """Make states without moments if there are none, for PyTorch to load into."""
         if not self.optimizer.state:
-            for name in self.named:
-                self._new_state(name)
+            for name, parameter in self.named.items():
+                self.optimizer.state[parameter] = {"step": _step_tensor(0)}
+                self._note(name)
 
     def on_state_loaded(self) -> None:
         super().on_state_loaded()
         self._weights, self._adopted = None, {}
-        self.adamw.adopt({}, {})  # residuals are in the units of the state that is adopted now
+        self.adamw.adopt({}, {})
         self.adopt_state()
 
     def state_dict(self) -> StateDict:
-        if self._adamw is not None:
-            if self._weights is None and self._optimizer() is not None and not self.reducer.pending:
-                self.adopt_state()
-                self.adamw.convert_residuals(self.rules())
-            self._adamw.check_complete()
-        return super().state_dict()
+        """Return the reducer's state, with this rank's moments by name, which share memory with `optimizer.state`."""
+        state = super().state_dict()
+        if self._weights is None and self._optimizer() is not None:
+            self.adopt_state()
+        adamw = self.adamw
+        adamw.check_complete()
+        for name in adamw.moments if self._optimizer() is not None else ():
+            entry = self.optimizer.state[self.named[name]]
+            tensors = [None if (t := entry.get(key)) is None else local(t).cpu() for key in FIELDS]
+            flat = dict(zip(Moments._fields, [t if t is None else t.view(-1) for t in tensors], strict=True))
+            state["moments"][name] = {**flat, "step": adamw.steps[name], "part": list(adamw.parts[name])}
+        return state
+
+    def prepare_state(self, state: State) -> PreparedState:
+        prepared = super().prepare_state(state)
+        if not prepared.fields["units"] and self.adamw.moments:  # an older version: units come from second moments
+            with prepared.buckets.on_current_stream():
+                for name, exponents in prepared.buckets.arrays()[2].items():
+                    exponents[:] = self.reducer.exponents(name)
+        return prepared
+
+    def load_state_dict(self, state: State) -> None:
+        """Load a state that `state_dict` returned, with its moments. Collective."""
+
+        def prepare(undo: Undo) -> Prepared:
+            prepared, states = self.prepare_state(state), self.optimizer.state
+            found = {}
+            for name, saved in prepared.fields["moments"].items() if prepared.fields["units"] else ():
+                fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
+                entry = {**fields, "step": saved["step"]}
+                found[name] = self.usable_state(self.named[name], entry, prepared)
+
+            def commit() -> None:
+                for name, parameter in self.named.items() if prepared.fields["units"] else ():
+                    others = {key: value for key, value in states.get(parameter, {}).items() if key not in FIELDS}
+                    states[parameter] = {**others, **found.get(name, {})}
+                prepared.commit()
+
+            return Prepared({**prepared.common, "moments": {n: int(each["step"]) for n, each in found.items()}}, commit)
+
+        self.load_with(prepare, ["moments"])
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        if self.connected:
+            self.adopt_state(changeable=not self.exchanged)
+            if self.exchanged and self.reducer.last is not None:
+                self._update(self.reducer.last)  # before parts change
         rebuilt = super().rebuild(comm, joining=joining)
-        self.adopt_state()
-        self.adamw.broadcast(transport_of(comm), rebuilt)
+        self.adamw.rebuild(transport_of(comm), rebuilt)
         self._write_steps()
         return rebuilt
+
+    def consolidated(self, to: int) -> dict[str, dict[str, Any]]:
+        """Return states with whole moments by name on rank ``to``; on other ranks an empty dictionary. Collective."""
+        self.adopt_state()
+        self.adamw.check_complete()
+        transport, found = self.reducer.transport, {}
+        for name in self.adamw.moments:
+            parameter, spec = self.named[name], self.adamw.specs[name]
+            with self.adamw.on_stream(spec):
+                whole, _ = self.adamw.gather(name, transport)
+                if transport.rank == to:
+                    tensors = self._zeros(name, (0, spec.size), bool(whole.compensation.any()))
+                    for tensor, array in zip(tensors, whole, strict=False):
+                        flat = _flat(tensor)
+                        flat[:] = from_host(array, flat)
+                    state = self.optimizer.state[parameter]
+                    others = {key: value for key, value in state.items() if key not in FIELDS}
+                    found[name] = {**others, **dict(zip(FIELDS, tensors, strict=False))}
+                    found[name]["step"] = _step_tensor(self.adamw.steps[name])
+        return found
 
 
 class Seen(NamedTuple):
@@ -449,29 +621,21 @@ class Seen(NamedTuple):
         """Return whether nothing has changed since."""
         return self.marks == other.marks and all(map(operator.is_, self.tensors, other.tensors))
 
-    def units_are_known(self) -> bool:
-        """Return whether the second moments were not changed in place. They may have been replaced."""
-        return bool(self.marks) and local(self.tensors[2])._version == self.marks[2][1]
-
 
 def _has_moments(entry: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state has moments. A state of zeros, before the first gradient, does not count."""
+    """Return whether a parameter's state has moments. Zeros before the first gradient do not count."""
     squares = entry.get("exp_avg_sq")
-    return not isinstance(squares, torch.Tensor) or bool(entry.get("step", 1)) or bool(local(squares).any())
+    if isinstance(squares, torch.Tensor):
+        return bool(entry.get("step", 1)) or bool(local(squares).any())
+    return any(key in entry for key in MOMENTS)
 
 
-def _dtypes(parameter: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Return the dtypes of `FIELDS`."""
-    real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-    return real, real, torch.int32
-
-
-def _is_usable(tensor: Any, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether steps can change a tensor of a parameter's state in place."""
-    if not isinstance(tensor, torch.Tensor) or is_sharded(tensor) != is_sharded(parameter) or tensor.is_inference():
+def _is_usable(tensor: Any, room: torch.Tensor) -> bool:
+    """Return whether steps can change a tensor of a parameter's state in place, as they can change ``room``."""
+    if not isinstance(tensor, torch.Tensor) or is_sharded(tensor) != is_sharded(room) or tensor.is_inference():
         return False
-    shard = local(tensor)
-    fits = (shard.dtype, shard.device, shard.layout) == (dtype, local(parameter).device, torch.strided)
+    shard, like = local(tensor), local(room)
+    fits = (shard.dtype, shard.device, shard.layout, shard.shape) == (like.dtype, like.device, like.layout, like.shape)
     return fits and shard.is_contiguous() and not shard.is_neg()
 
 

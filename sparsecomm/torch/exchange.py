@@ -5,7 +5,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -17,12 +17,14 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch d
 from sparsecomm.calls.label import Label
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.optimizers.adamw import whole_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, ReducerOptions, Schedule
+from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo
-from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.schema import State, StateDict, common, per_rank
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
@@ -41,7 +43,13 @@ def _is_scale(value: object, _: object) -> bool:
     return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
-SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
+SCHEMA = REDUCER.extended(
+    "SparseState",
+    {
+        "loss_scale": common("a number above 0, or None", _is_scale),
+        "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
+    },
+)
 
 
 class Scaler(Protocol):
@@ -73,6 +81,7 @@ class GradientExchange(TrainedParameters):
     """
 
     always_skips_nonfinite = False  # whether a step with NaN is skipped even without a scaler
+    compared: Collection[str] | None = None  # keys in an optimizer's state that all ranks share; ``None``: all
 
     @with_options(ReducerOptions, Reducer.__init__)
     def __init__(
@@ -288,7 +297,7 @@ class GradientExchange(TrainedParameters):
     def state_dict(self) -> StateDict:
         """Return the reducer's state, with arrays as tensors in host memory, and the loss scale."""
         state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
-        return {**state, "format": SCHEMA.format, "loss_scale": self._scale}
+        return {**state, "format": SCHEMA.format, "loss_scale": self._scale, "moments": {}}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
@@ -298,7 +307,7 @@ class GradientExchange(TrainedParameters):
         """Load a state that has more fields, ``keys``: see `Reducer.load_with`. Collective."""
         self.reducer.load_with(prepare, ["loss_scale", *keys])
 
-    def prepare_state(self, state: State) -> Prepared:
+    def prepare_state(self, state: State) -> PreparedState:
         """Convert and check a state for `load_with`. Nothing is sent, and nothing changes."""
         prepared = self.reducer.prepare_state(state, SCHEMA)
         scale = None if prepared.fields["loss_scale"] is None else float(prepared.fields["loss_scale"])
@@ -309,7 +318,8 @@ class GradientExchange(TrainedParameters):
             self._reset(exchanged=False)
             self.on_state_loaded()
 
-        return Prepared({**prepared.common, "loss_scale": scale or 0.0}, commit)
+        together = {**prepared.common, "loss_scale": scale or 0.0}
+        return PreparedState(together, commit, prepared.fields, buckets=prepared.buckets)
 
     def on_state_loaded(self) -> None:
         """Let the next step compare the weights again, because they were loaded."""

@@ -15,6 +15,7 @@ from sparsecomm.checks import quote, to_int, with_options
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
+from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.autograd import AutogradExchange
@@ -243,14 +244,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             prepared = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))
             with reading("the optimizer's own part", "the state of the same optimizer over the same parameters"):
-                self._load_own(self._reorder_by_name(rest))
-                own = comparable(self, exchange.named)
+                self._load_own(self._reorder_by_name(rest), prepared)
+                own = comparable(self, exchange.named, exchange.compared)
             return Prepared({**prepared.common, "optimizer": own}, prepared.commit)
 
         exchange.load_with(prepare, ["optimizer"])
 
-    def _load_own(self, state_dict: State) -> None:
-        """Load the optimizer's own state. PyTorch's ``load_state_dict`` makes no copy of it."""
+    def _load_own(self, state_dict: State, prepared: PreparedState | None = None) -> None:
+        """Load the optimizer's own state, with that of the reducer. PyTorch's ``load_state_dict`` makes no copy."""
         super().load_state_dict(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
 
     def _reorder_by_name(self, state_dict: State) -> StateDict:

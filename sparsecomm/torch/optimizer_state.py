@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,12 +76,16 @@ def reorder(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: S
     return {**state, "param_groups": groups}
 
 
-def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:
+def comparable(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], keys: Collection[str] | None = None
+) -> object:
     """Return the settings of the groups and the state of the named parameters, as plain values for a checksum.
 
-    State that belongs to no parameter is included. Other objects are represented by the name of their type.
+    State that belongs to no parameter is included. Other objects are represented by the name of their type. ``keys``:
+    the keys in the state of parameters, unless all.
     """
-    state = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
+    states = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
+    state = {n: {k: v for k, v in each.items() if keys is None or k in keys} for n, each in states.items()}
     names = {id(p): name for name, p in named.items()}
     groups = [{**group, "params": [names.get(id(p)) for p in group["params"]]} for group in optimizer.param_groups]
     foreign = [{key: value} for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]

@@ -73,15 +73,15 @@ def broadcast(t: Any, root: int = 0, shapes: Any = WEIGHTS, dtype: str = "float3
     st.broadcast_parameters({n: torch.ones(s, dtype=getattr(torch, dtype)) for n, s in shapes.items()}, root, comm=t)
 
 
-def jax_step(t: Any, name: str = "b", step: int = 0, **options: Any) -> None:
+def jax_step(t: Any, step: int = 0, **options: Any) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax = pytest.importorskip("jax")
     import sparsecomm.jax as sj
 
     numpy = jax.numpy
-    tree = {"a": numpy.ones((30, 40)), name: numpy.ones(500)}
+    tree = {"a": numpy.ones((30, 40)), "b": numpy.ones(500)}
     if isinstance(mask := options.get("mask"), str):
-        options["mask"] = {"a": mask == "a", name: mask == "b"}
+        options["mask"] = {"a": mask == "a", "b": mask == "b"}
     if rate := options.pop("schedule", None):
         options["learning_rate"] = lambda step: rate / (step + 1)
     optimizer = sj.sparse_adamw(**{"learning_rate": 0.01} | options, comm=t, check_weights_every=None)
@@ -89,11 +89,11 @@ def jax_step(t: Any, name: str = "b", step: int = 0, **options: Any) -> None:
     optimizer.update(tree, state._replace(step=state.step + step), tree)
 
 
-def jax_tree(t: Any, dtype: str = "float32") -> None:
+def jax_tree(t: Any, name: str = "b", dtype: str = "float32") -> None:
     numpy = pytest.importorskip("jax").numpy
     import sparsecomm.jax as sj
 
-    sj.allreduce_tree({"a": numpy.ones((30, 40)), "b": numpy.ones(500, dtype)}, 0.1, comm=t)
+    sj.allreduce_tree({"a": numpy.ones((30, 40)), name: numpy.ones(500, dtype)}, 0.1, comm=t)
 
 
 def loads(t: Any, name: str) -> None:
@@ -169,12 +169,12 @@ DIFFERENCES: dict[str, tuple[Program, dict[str, Any], dict[str, Any], str, str, 
     "root": (broadcast, {}, {"root": 1}, "root", "0", "1"),
     "broadcast type": (broadcast, {}, {"dtype": "int32"}, "a", "torch.float32 (30, 40)", "torch.int32 (30, 40)"),
     "loading": (loads, {"name": "Reducer 0"}, {"name": "Reducer 1"}, "call", "load Reducer 0 []", "load Reducer 1 []"),
-    "jax leaves": (jax_step, {}, {"name": "c"}, r"grads\['[bc]'\]", "float32 (500,)", "missing"),
+    "jax leaves": (jax_tree, {}, {"name": "c"}, r"grads\['[bc]'\]", "float32 (500,)", "missing"),
     "jax dtype": (jax_tree, {}, {"dtype": "bfloat16"}, r"grads\['b'\]", "float32 (500,)", "bfloat16 (500,)"),
-    "jax lr": (jax_step, {}, {"learning_rate": 0.005}, "learning_rate", "0.01", "0.005"),
-    "jax schedule": (jax_step, {"schedule": 0.1}, {"schedule": 0.3}, "learning_rate", "0.1", "0.3"),
-    "jax b2": (jax_step, {}, {"b2": 0.99}, "b2", "0.999", "0.99"),
-    "jax mask": (jax_step, {"mask": "a"}, {"mask": "b"}, r"weight_decay of \['a'\]", "0.0001", "0.0"),
+    "jax lr": (jax_step, {}, {"learning_rate": 0.005}, "lr", "0.01", "0.005"),
+    "jax schedule": (jax_step, {"schedule": 0.1}, {"schedule": 0.3}, "lr", "0.1", "0.3"),
+    "jax b2": (jax_step, {}, {"b2": 0.99}, "betas", "(0.9, 0.999)", "(0.9, 0.99)"),
+    "jax mask": (jax_step, {"mask": "a"}, {"mask": "b"}, r"weight_decay of params\['a'\]", "0.0001", "0.0"),
     "jax density": (jax_step, {}, {"density": 0.5}, "density", "0.09", "0.5"),
     "jax step": (jax_step, {"step": 1}, {"step": 2}, "step", "1", "2"),
 }  # fmt: skip

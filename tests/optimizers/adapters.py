@@ -41,7 +41,6 @@ class OfArrays:
     """The optimizer of arrays, and the interface of all adapters."""
 
     saves = lacks = True  # has states and `rebuild`; allows missing gradients
-    exact = True  # the same bits as arrays
 
     def __init__(self, transport: simulated.SimulatedTransport, **rule: Any) -> None:
         self.weights = weights()
@@ -53,14 +52,14 @@ class OfArrays:
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """Mean, squares and last step of each weight of this rank's parts, by name."""
+        """Mean, squares and last step of each weight of this rank's part, by name."""
         moments = self.it.state_dict()["moments"]
         return {name: (its["mean"], its["squares"], its["last"]) for name, its in moments.items()}
 
     @property
-    def exponents(self) -> Arrays:
-        """The exponents of all units by name, biased as those of float32."""
-        return {name: self.it.reducer.exponents(name).copy().reshape(shape) for name, shape in SHAPES.items()}
+    def units(self) -> Arrays:
+        """The exponents of units, with the bias of float32."""
+        return {name: self.it.reducer.exponents(name).reshape(shape) for name, shape in SHAPES.items()}
 
     @property
     def residuals(self) -> Arrays:
@@ -71,7 +70,7 @@ class OfArrays:
 
     def damage(self, what: str) -> None:
         """Change a weight, or a unit, of this rank only."""
-        (self.weights["bias"] if what == "weights" else self.it.reducer.exponents("bias"))[2] += 1
+        (self.weights["bias"] if what == "weights" else self.units["bias"])[2] += 1
 
 
 class OfTorch(OfArrays):
@@ -107,9 +106,9 @@ class OfTorch(OfArrays):
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        state = {name: self.it.state[p] for name, p in self.named.items() if p in self.it.state}
+        state = {name: self.it.state[p] for name, p in self.named.items() if "exp_avg" in self.it.state.get(p, {})}
         fields = ("exp_avg", "exp_avg_sq", "last_step")
-        return {name: tuple(its[field].numpy().copy() for field in fields) for name, its in state.items()}
+        return {name: tuple(its[field].numpy().reshape(-1).copy() for field in fields) for name, its in state.items()}
 
     @property
     def residuals(self) -> Arrays:
@@ -120,8 +119,7 @@ class OfTorch(OfArrays):
         return max((int(state["step"]) for state in self.it.state.values()), default=0)
 
     def damage(self, what: str) -> None:
-        bias = self.named["bias"]
-        (bias.data if what == "weights" else self.it.state[bias]["exp_avg"])[2] += 1
+        (self.named["bias"].data if what == "weights" else self.units["bias"])[2] += 1
 
 
 class OfTorchWithOverlap(OfTorch):
@@ -131,7 +129,7 @@ class OfTorchWithOverlap(OfTorch):
 
 
 class OfJax(OfArrays):
-    saves = lacks = exact = False
+    saves = lacks = False
 
     def __init__(
         self,
@@ -164,7 +162,11 @@ class OfJax(OfArrays):
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
         trees = self.state.mu, self.state.nu, self.state.last
-        return {name: tuple(np.asarray(tree[name]) for tree in trees) for name in SHAPES}
+        return {name: tuple(np.asarray(tree[name]).reshape(-1) for tree in trees) for name in SHAPES}
+
+    @property
+    def units(self) -> Arrays:
+        return {name: np.asarray(units) for name, units in self.state.units.items()}
 
     @property
     def residuals(self) -> Arrays:
@@ -174,9 +176,9 @@ class OfJax(OfArrays):
         return int(self.state.step)
 
     def damage(self, what: str) -> None:
-        tree = dict(self.params if what == "weights" else self.state.mu)
+        tree = dict(self.params if what == "weights" else self.state.units)
         tree["bias"] = tree["bias"] + 1
         if what == "weights":
             self.params = tree
         else:
-            self.state = self.state._replace(mu=tree)
+            self.state = self.state._replace(units=tree)

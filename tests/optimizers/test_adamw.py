@@ -71,7 +71,8 @@ class Oracle:
                 self.unit, self.lag = np.where(self.v > 0, self.target(self.v), self.unit), False
             mean = self.exchange(waiting, max(1, round(density * self.n)))
             self.update(np.flatnonzero(mean), mean, lr)
-            self.unit += np.where(mean != 0, np.sign(self.target(self.v) - self.unit), 0)
+            excess = (np.sqrt(self.v) + self.rule["eps"]) / 2.0**self.unit
+            self.unit += np.where(mean != 0, (excess >= 8 / 3) * 1.0 - (excess < 2 / 3), 0)
         self.residuals = waiting + kept_back
 
     def target(self, squares: np.ndarray) -> np.ndarray:

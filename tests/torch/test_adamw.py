@@ -15,10 +15,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import sparsecomm as sc  # noqa: E402
-from sparsecomm.backends.adamw import unit  # noqa: E402
+from sparsecomm.backends.adamw import units  # noqa: E402
 from sparsecomm.torch import SparseAdamW  # noqa: E402
+from sparsecomm.torch.checkpoints import TorchFormat  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
-from tests.optimizers.adapters import OfTorch, OfTorchWithOverlap, gradients  # noqa: E402
+from tests.optimizers.adapters import OfTorch, OfTorchWithOverlap, gradients, weights  # noqa: E402
 from tests.ranks import run  # noqa: E402
 
 RULE: dict[str, Any] = {"lr": 0.01, "density": 0.2}
@@ -138,9 +139,7 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("change", ["replaced", "eps", "in place", "deleted"])
-def test_residuals_keep_their_value_if_their_units_change(change: str) -> None:
-    """Or they are dropped, if their units are not known any more. Checkpoints agree with the next step."""
-
+def test_residuals_stay_whatever_happens_to_moments(change: str) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine = OfTorch(transport, **RULE)
         for step in range(4):
@@ -148,8 +147,8 @@ def test_residuals_keep_their_value_if_their_units_change(change: str) -> None:
         p, group = mine.named["matrix"], mine.it.param_groups[1]
 
         def value() -> np.ndarray:
-            squares = mine.it.state[p]["exp_avg_sq"].numpy()
-            return mine.residuals["matrix"] * unit(np, squares, np.float32(group["eps"]))
+            exponents = mine.it.reducer.exponents("matrix").reshape(30, 11)
+            return mine.residuals["matrix"] * units(exponents, np.float32)
 
         before, squares = value(), mine.it.state[p]["exp_avg_sq"]
         assert np.count_nonzero(before) > 100
@@ -161,11 +160,7 @@ def test_residuals_keep_their_value_if_their_units_change(change: str) -> None:
             squares.mul_(1000)
         else:
             del mine.it.state[p]
-        if change in ("replaced", "eps"):
-            assert np.array_equal(value(), before)
-        else:
-            assert not mine.residuals["matrix"].any()
-        assert mine.residuals["bias"].any()
+        assert np.array_equal(value(), before)
         for step in range(4, 8):
             mine.step(gradients(step, transport.rank))
         sc.check_weights(mine.weights, comm=transport)
@@ -173,11 +168,284 @@ def test_residuals_keep_their_value_if_their_units_change(change: str) -> None:
     run(2, program)
 
 
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+LARGE = {"number": (), "matrix": (70, 90), "bias": (11,)}  # so that two or three ranks own some of it
+
+
+class Parts:
+    """`SparseAdamW` at density 1.0, and dense AdamW on float32 copies with the mean of all ranks' gradients."""
+
+    def __init__(self, transport: simulated.SimulatedTransport, dtype: torch.dtype = torch.float32) -> None:
+        self.transport, self.count = transport, 0
+        tensors = {name: torch.from_numpy(w).to(dtype) for name, w in weights(LARGE).items()}
+        self.named = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
+        self.copies = [torch.nn.Parameter(tensor.float()) for tensor in tensors.values()]
+        self.it = SparseAdamW(self.named.items(), 0.01, density=1.0, comm=transport, check_weights_every=None)
+        self.dense = torch.optim.AdamW(self.copies, 0.01, foreach=False)
+
+    def steps(self, count: int) -> None:
+        for step in range(self.count, self.count + count):
+            ranks = range(self.transport.size)
+            each = [gradients(step, rank, LARGE) for rank in ranks]
+            for (name, p), copied in zip(self.named.items(), self.copies, strict=True):
+                found = [torch.from_numpy(its[name]).to(p.dtype) for its in each]
+                p.grad = found[self.transport.rank]
+                copied.grad = torch.stack([g.float() for g in found]).sum(0) / len(ranks)
+            self.it.step()
+            self.dense.step()
+        self.count += count
+
+    def check(self) -> None:
+        for (name, p), copied in zip(self.named.items(), self.copies, strict=True):
+            torch.testing.assert_close(p.detach(), copied.detach(), rtol=3e-6, atol=3e-6, msg=name)
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        return [self.it.state[p] for p in self.named.values()]
+
+
+def test_a_state_is_this_ranks_part() -> None:
+    def program(transport: simulated.SimulatedTransport) -> dict[str, Any]:
+        mine = Parts(transport)
+        mine.steps(2)
+        state = mine.it.state[mine.named["matrix"]]
+        assert {t.dtype for key, t in state.items() if key != "last_step"} == {torch.float32}
+        assert state["last_step"].dtype is torch.int32
+        moments = mine.it._exchange.adamw.moments["matrix"]
+        assert moments.mean.ctypes.data == state["exp_avg"].data_ptr()
+        return {key: value for key, value in state.items() if key != "step"}
+
+    assert {t.shape for t in run(1, program)[0].values()} == {(70, 90)}
+    states = run(3, program)
+    assert all(state.keys() == {"exp_avg", "exp_avg_sq", "last_step", "compensation"} for state in states)
+    assert [len(state["exp_avg"]) for state in states] == [len(state["compensation"]) for state in states]
+    assert sum(len(state["exp_avg"]) for state in states) == 6300
+    assert all(0 < len(state["exp_avg"]) < 6300 for state in states)
+
+
+def _put(way: str, mine: Parts) -> None:
+    """Change the states of both optimizers."""
+    for ours, p, copied in zip(mine.states, mine.named.values(), mine.copies, strict=True):
+        dense = mine.dense.state[copied]
+        if way == "deleted":
+            del mine.it.state[p], mine.dense.state[copied]
+        elif way == "emptied":
+            ours.clear()
+            dense.clear()
+        elif way == "step":
+            ours["step"], dense["step"] = torch.tensor(40), torch.tensor(40.0)
+        for key in ("exp_avg", "exp_avg_sq") if way in ("whole", "parts", "in place", "one whole") else ():
+            if way == "whole" or (way == "one whole" and key == "exp_avg"):
+                ours[key] = dense[key].double() * 0.5
+            elif way == "parts":
+                ours[key] = ours[key].double() * 0.5
+            else:
+                ours[key].mul_(0.5)
+            dense[key].mul_(0.5)
+    if way == "cleared":
+        mine.it.state.clear()
+        mine.dense.state.clear()
+
+
+@pytest.mark.parametrize("way", ["deleted", "emptied", "cleared", "step", "whole", "one whole", "parts", "in place"])
+@pytest.mark.parametrize("P", [1, 3])
+def test_a_changed_state_takes_effect_in_the_next_step(way: str, P: int) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = Parts(transport)
+        mine.steps(3)
+        _put(way, mine)
+        mine.steps(3)
+        mine.check()
+
+    run(P, program)
+
+
+def loaded(way: str, states: list[Any], rank: int, P: int) -> Any:
+    """Return what `load_state_dict` of a rank takes."""
+    if way == "saved":
+        return TorchFormat().for_world(states, rank, P) if len(states) != P else states[rank]
+    if way == "version 2":  # has whole moments, and no units
+        own = {key: value for key, value in states[0]["sparsecomm"].items() if key not in ("moments", "units")}
+        own |= {"format": "SparseState 2", "rank": rank, "world_size": P}
+        return next(filter(None, (state["consolidated"] for state in states))) | {"sparsecomm": own}
+    return next(filter(None, (state[way] for state in states)))
+
+
+@pytest.mark.parametrize("way", ["saved", "consolidated", "dense", "version 2"])
+@pytest.mark.parametrize(("old", "new"), [(2, 2), (3, 2), (2, 1), (1, 3)])
+def test_states_are_continued(way: str, old: int, new: int) -> None:
+    """Those of parts on any number of ranks, and those with whole moments."""
+
+    def save(transport: simulated.SimulatedTransport) -> Any:
+        mine = Parts(transport)
+        mine.steps(4)
+        state = {**mine.it.state_dict(), "consolidated": mine.it.consolidate_state_dict(to=old - 1)}
+        assert (state["consolidated"] is None) == (transport.rank < old - 1)
+        state["dense"] = mine.dense.state_dict()
+        weights = [p.detach() for p in mine.named.values()]
+        return saved_and_read((state, weights, [p.detach() for p in mine.copies]))
+
+    saved = run(old, save)
+    states = [state for state, _, _ in saved]
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = Parts(transport)
+        mine.count = 4
+        for ours, theirs in zip((*mine.named.values(), *mine.copies), (*saved[0][1], *saved[0][2]), strict=True):
+            ours.data.copy_(theirs)
+        mine.dense.load_state_dict(copy.deepcopy(states[0]["dense"]))
+        if way in ("consolidated", "dense"):
+            mine.it.residuals_apart()
+        mine.it.load_state_dict(loaded(way, states, transport.rank, new))
+        mine.steps(3)
+        mine.check()
+
+    run(new, program)
+
+
+def test_a_consolidated_state_is_one_of_dense_adamw() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = Parts(transport)
+        mine.steps(3)
+        for to in range(3):
+            state = mine.it.consolidate_state_dict(to)
+            assert (state is None) == (transport.rank != to)
+            if state is not None:
+                mine.dense.load_state_dict(state)
+        mine.steps(2)
+        mine.check()
+        for to in (-1, 3, "all"):
+            with pytest.raises(sc.InvalidInputError, match=r"to=.*from 0 to 2"):
+                mine.it.consolidate_state_dict(to)  # type: ignore[arg-type]
+
+    run(3, program)
+
+
+def test_parts_of_another_rank_are_refused() -> None:
+    """And parts without units, of which nobody knows the whole."""
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        first, second = Parts(transport), Parts(transport)
+        first.steps(2)
+        state = first.it.state_dict()
+        second.it.residuals_apart()
+        with pytest.raises(sc.InvalidInputError, match=r"only a part of the moments of .*consolidate_state_dict"):
+            second.it.load_state_dict(state)
+        entry = first.it.state[first.named["matrix"]]
+        entry["exp_avg"] = torch.zeros(17)
+        with pytest.raises(sc.InvalidInputError, match=r"exp_avg of matrix has shape \(17,\); expected \(70, 90\), or"):
+            first.steps(1)
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("apart_first", [False, True])
+def test_moments_are_apart_with_residuals(apart_first: bool) -> None:
+    """Frameworks save the optimizer's state of rank 0 and load it on all ranks, in either order."""
+
+    def save(transport: simulated.SimulatedTransport) -> Any:
+        mine = Parts(transport)
+        apart = mine.it.residuals_apart()
+        mine.steps(3)
+        assert all(entry.keys() == {"step"} for entry in mine.it.state_dict()["state"].values())
+        return saved_and_read((mine.it.state_dict(), apart.state_dict(), list(mine.named.values()))), mine
+
+    saved = run(3, save)
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine, (_, theirs) = Parts(transport), saved[transport.rank]
+        apart = mine.it.residuals_apart()
+        for p, w in zip(mine.named.values(), saved[0][0][2], strict=True):
+            p.data.copy_(w.detach())
+        actions = [
+            lambda: mine.it.load_state_dict(saved[0][0][0]),
+            lambda: apart.load_state_dict(saved[transport.rank][0][1]),
+        ]
+        for action in actions[::-1] if apart_first else actions:
+            action()
+        mine.count, mine.dense, mine.copies = theirs.count, theirs.dense, theirs.copies
+        mine.steps(3)
+        mine.check()
+
+    run(3, program)
+
+
+@pytest.mark.parametrize("P", [1, 2])
+def test_bfloat16_weights_train_as_with_float32_copies(P: int) -> None:
+    """On several ranks. A single rank rounds weights in each step."""
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = Parts(transport, torch.bfloat16)
+        mine.steps(12)
+        for p, copied in zip(mine.named.values(), mine.copies, strict=True):
+            differ = (p.detach() != copied.detach().bfloat16()).sum()
+            assert differ <= p.numel() // 1000 if P > 1 else p.ndim != 2 or differ > 100
+
+    run(P, program)
+
+
+def test_parts_after_ranks_have_joined() -> None:
+    old = run(2, lambda transport: Parts(transport))
+
+    def begin(transport: simulated.SimulatedTransport) -> Any:
+        old[transport.rank] = mine = Parts(transport)
+        mine.steps(3)
+        return mine.it.consolidate_state_dict(), [p.detach().clone() for p in mine.named.values()]
+
+    whole, its = run(2, begin)[0]
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        joins = transport.rank == 2
+        mine = Parts(transport) if joins else old[transport.rank]
+        mine.transport, mine.count = transport, 3
+        mine.it.rebuild(transport, joining=joins)
+        for p, w in zip(mine.named.values(), its, strict=True):
+            p.data.copy_(w)
+        assert len(mine.states[1]["exp_avg"]) < 3000
+        again = mine.it.consolidate_state_dict(to=2)
+        for i, entry in again["state"].items() if again else ():
+            assert all(torch.equal(value, whole["state"][i][key]) for key, value in entry.items())
+        for i, p in enumerate(mine.copies):
+            p.data.copy_(its[i])
+        mine.dense = torch.optim.AdamW(mine.copies, 0.01, foreach=False)
+        mine.dense.load_state_dict(copy.deepcopy(whole))
+        mine.steps(3)
+        mine.check()
+
+    run(3, program)
+
+
+def test_settings_change_before_a_backward_pass_that_exchanges() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine, other = (OfTorchWithOverlap(transport, **RULE) for _ in range(2))
+        for each in (mine, other):
+            each.step(gradients(0, 0))
+            each.it.zero_grad()
+            each.loss(gradients(1, 0)).backward()
+        for group in mine.it.param_groups:
+            group["lr"] = 0.5
+        before = bits(mine)
+        with pytest.raises(sc.InvalidInputError, match="change lr and other settings before the backward pass"):
+            mine.it.step()
+        assert bits(mine) == before
+        for group in mine.it.param_groups:
+            group["lr"] = RULE["lr"]
+        for each in (mine, other):
+            each.it.step()
+        assert bits(mine) == bits(other) != before
+
+    run(1, program)
+
+
+# -- states that cannot be used ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
         ("exp_avg_sq", 0.0, "'float' object"),
-        ("exp_avg_sq", torch.ones(3), "squares of matrix"),
+        ("exp_avg_sq", torch.ones(3), "exp_avg_sq of matrix has shape"),
         ("exp_avg_sq", torch.full((30, 11), -1.0), "squares of matrix"),
         ("exp_avg_sq", None, "squares of matrix is missing"),
         ("exp_avg", torch.full((30, 11), torch.nan), "mean of matrix"),

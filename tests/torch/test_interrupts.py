@@ -159,7 +159,11 @@ def test_a_step_of_adamw_interrupted_anywhere_goes_on(which: int) -> None:
                 optimizer.step()
             assert max(adamw.steps.values()) == number + 1
         kept = [optimizer.reducer.residual(name) for name in named]
-        found = [*(p.detach().numpy() for p in named.values()), *kept, *(a for m in adamw.moments.values() for a in m)]
+        found = [
+            *(p.detach().numpy() for p in named.values()),
+            *kept,
+            *(a for m in adamw.moments.values() for a in m[:3]),
+        ]
         return came, [array.copy() for array in found]
 
     right, at, came = run()[1], 0, 1
