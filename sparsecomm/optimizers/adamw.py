@@ -152,7 +152,6 @@ class LazyAdamW:
             default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
-        units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
     """
 
     def __init__(
@@ -177,14 +176,13 @@ class LazyAdamW:
         reducer.own(self)
         self.adopt({}, {})
 
-    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int], units_lag: bool = False) -> None:
+    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
         self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
-        self.units_lag = units_lag
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
@@ -245,7 +243,7 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            if self.units_lag and reducer.density < 1:
+            if reducer.units_lag and reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
             self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
@@ -414,7 +412,8 @@ class LazyAdamW:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
-        self.units_lag = self.units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
+        if any(isinstance(each.result, DenseSum) for each in self._outcomes.values()):
+            self._reducer.units_lag = True
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
@@ -477,7 +476,7 @@ class LazyAdamW:
         for bucket, new in zip(self._reducer.buckets, found, strict=True):
             with bucket.on_stream(None):
                 _use_units(bucket.residual, bucket.exponents, new)
-        self.units_lag = False
+        self._reducer.units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
@@ -510,7 +509,7 @@ class LazyAdamW:
         if (step := self._unfinished) is not None:
             self.update(self._weights, step)
 
-    def load(self, saved: Mapping[str, SavedMoments], units_lag: bool = False) -> None:
+    def load(self, saved: Mapping[str, SavedMoments]) -> None:
         """Use the moments of a state, and its units if the reducer's state had none."""
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
@@ -523,7 +522,7 @@ class LazyAdamW:
                 if exponents is not None:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
-        self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
+        self.adopt(moments, {name: its.step for name, its in saved.items()})
 
     @default_float_mode
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
@@ -538,7 +537,7 @@ class LazyAdamW:
             self.adopt({}, {})
         root = next(each for each in range(size) if each not in rebuilt.ranks_joined)
         counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
-        units_lag = np.array([self.units_lag])
+        units_lag = np.array([self._reducer.units_lag])
         _broadcast(counts, root, transport)
         _broadcast(units_lag, root, transport)
         steps = dict(zip(self.specs, counts[:, 1].tolist(), strict=True))
@@ -567,7 +566,8 @@ class LazyAdamW:
                     if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs[own], ours)
                 moments[name] = made
-        self.adopt(moments, steps, bool(units_lag[0]))
+        self._reducer.units_lag = bool(units_lag[0])
+        self.adopt(moments, steps)
         if lost:
             _log.warning(
                 "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with "

@@ -21,7 +21,7 @@ from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
-from sparsecomm.states.schema import State, StateDict, common, per_rank
+from sparsecomm.states.schema import State, StateDict, per_rank
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, to_host
@@ -29,11 +29,7 @@ from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
 _SCHEMA = REDUCER.extended(
-    "SparseAdamW",
-    {
-        "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
-        "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
-    },
+    "SparseAdamW", {"moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)}
 )
 
 
@@ -187,8 +183,7 @@ class SparseAdamW:
                     field: None if array is None else to_host(array) for field, array in its._asdict().items()
                 }
             moments[name] |= {"step": adamw.steps[name], "part": list(adamw.parts[name])}
-        own = {"moments": moments, "units_lag": adamw.units_lag, "format": _SCHEMA.format}
-        return {**self._reducer.state_dict(), **own}
+        return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
@@ -209,15 +204,14 @@ class SparseAdamW:
                 part = prepared.buckets.by_name[name].part(name, rank)
                 moments[name] = read_moments(saved[name], spec, part, None if units else rules[name].eps)
             steps = {name: (its.step, its.exponents) for name, its in moments.items()}
-            shared = {**prepared.common, "moments": steps, "units_lag": prepared.fields["units_lag"]}
 
             def commit() -> None:
                 prepared.commit()
-                adamw.load(moments, shared["units_lag"])
+                adamw.load(moments)
 
-            return Prepared(shared, commit)
+            return Prepared({**prepared.common, "moments": steps}, commit)
 
-        self._reducer.load_with(prepare, ["moments", "units_lag"])
+        self._reducer.load_with(prepare, ["moments"])
 
     def report(self) -> str:
         """Return a table for this rank: see `Reducer.report`."""

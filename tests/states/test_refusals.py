@@ -188,15 +188,15 @@ ADAMW = {
 }
 ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in ADAMW.items()}  # the only owner of so few weights
 TORCH_ADAMW = {
-    "shape": Damage(lambda s: s["state"][1].update(exp_avg=_torch().zeros(3)) or s, "mean of bias has shape"),
+    "shape": Damage(lambda s: s["state"][1].update(exp_avg=_torch().zeros(3)) or s, "exp_avg of bias has shape"),
     "no field": Damage(removed("state", 1, "exp_avg_sq"), "squares of bias is missing"),
     "NaN": Damage(filled("state", 0, "exp_avg_sq", value=np.nan, at=-2), "squares of weight: expected finite numbers"),
     "the future": Damage(filled("state", 0, "last_step", value=99), "numbers from 0 to 3"),
     "step": Damage(lambda s: s["state"][0].update(step=_torch().tensor(3.5)) or s, "step of weight is 3.5"),
     "none of one": Damage(removed("state", 2), "differ in optimizer"),
-    "another moment": Damage(filled("state", 0, "exp_avg", value=0.5, at=0), "rank 0 and rank 1 differ in optimizer"),
     "no residuals": Damage(removed("sparsecomm"), "a plain optimizer saved it"),
 }
+TORCH_ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in TORCH_ADAMW.items()}
 
 
 def _torch() -> Any:
