@@ -198,4 +198,21 @@ void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indi
     });
 }
 
+void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) {
+    with_entries(r.type, changes, int64_indices, [&](const auto* index, const auto* value, auto format) {
+        using Accumulator = typename decltype(format)::Accumulator;
+        if constexpr (sizeof(Accumulator) == sizeof(typename decltype(format)::Bits)) {
+            constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
+            auto* residual = static_cast<Accumulator*>(r.data);
+            auto* exponent = static_cast<UnitExponent<Accumulator>*>(exponents);
+            for (size_t e = 0; e < changes.count; e++) {
+                const bool up = value[e] > 0;
+                exponent[index[e]] += up ? 1 : -1;
+                const Accumulator converted = residual[index[e]] * Accumulator(up ? 0.5 : 2);
+                residual[index[e]] = std::abs(converted) <= MAX ? converted : std::copysign(MAX, converted);
+            }
+        }
+    });
+}
+
 }  // namespace sparsecomm

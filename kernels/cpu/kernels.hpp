@@ -197,6 +197,13 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
 void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indices, AdamWResults from, int32_t step, bool write,
                  int threads);
 
+// Doubles or halves units, and converts residuals: see `Backend.change_units`.
+//
+//   r          [in,out]  n elements of the accumulator type, float or double
+//   exponents  [in,out]  n exponents, as in `add_quotient`
+//   changes    [in]      indices below n, and values 1 or -1
+void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices);
+
 // x = weight * x + (1 - weight) * values, in the accumulator type; both products and the sum are each rounded, then the sum
 // to the type of x.
 //

@@ -441,6 +441,11 @@ class CpuBackend(Backend):
             step, write, self.threads,
         )
 
+    def change_units(self, Tensor residual not None, cnp.ndarray exponents not None, changes):
+        cdef Targets targets = Targets(changes, residual)
+        cdef void* units = checked(exponents, residual.dtype.itemsize // 4, "exponents", residual.size)
+        c_change_units(dense(residual), units, targets.data, targets.int64_indices)
+
     def largest(self, Tensor x not None):
         return c_largest(dense(x), self.threads)
 

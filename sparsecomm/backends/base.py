@@ -296,6 +296,18 @@ class Backend:
             moments.compensation[index] = library_of(lost).where(abs(lost) < np.inf, lost, 0)
         moments.mean[index], moments.squares[index], moments.last[index] = made.mean, made.squares, step
 
+    def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
+        """Add changes, each 1 or -1, to exponents of units, and convert a residual of the accumulator dtype.
+
+        A residual that would become infinite becomes the largest finite number.
+        """
+        memory, index, up = self.memory_of(residual), changes.indices, changes.values > 0
+        xp, real = library_of(memory), memory.dtype.type
+        max_ = np.finfo(memory.dtype).max
+        converted = xp.clip(memory[index] * xp.where(up, real(0.5), real(2)), -max_, max_)
+        exponents[index] += xp.where(up, 1, -1).astype(exponents.dtype)  # -1 wraps around
+        memory[index] = converted
+
     def values_of(self, x: Tensor, index: Any) -> Array:
         """Return elements of a flat view of x in the accumulator dtype."""
         memory = self.memory_of(x)[index]

@@ -103,8 +103,7 @@ def sparse_adamw(
     def init(params: PyTree) -> SparseAdamWState:
         residuals, structure = jax.tree.flatten(init_residuals(params))
         specs, transport = _specs(params), transport_of(comm)
-        optimizer, alone = on_host(transport, *specs), transport.size == 1
-        shapes = [spec.shape if alone else (optimizer.part_size(spec.name),) for spec in specs]
+        shapes = on_host(transport, *specs).shapes if specs else []  # optax.tree.map_params passes no leaves
         reals = [leaf.dtype for leaf in residuals]
 
         def zeros(dtypes: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> PyTree:
@@ -115,7 +114,7 @@ def sparse_adamw(
             mu=zeros(reals, shapes),
             nu=zeros(reals, shapes),
             last=zeros([jnp.int32] * len(reals), shapes),
-            compensation=None if alone else zeros(reals, shapes),
+            compensation=None if transport.size == 1 else zeros(reals, shapes),
             units=zeros([unit_dtype(real) for real in reals], [spec.shape for spec in specs]),
             residuals=jax.tree.unflatten(structure, residuals),
             units_lag=jnp.zeros((), bool),
@@ -179,17 +178,20 @@ class _OnHost:
         self._weights: dict[str, Array] = {}
         self._moments: dict[str, Moments] = {}
 
-    def part_size(self, name: str) -> int:
-        begin, end = self._adamw.part(name)
-        return end - begin
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of this rank's moments."""
+        if self._reducer.transport.size == 1:
+            return [self._adamw.specs[name].shape for name in self._names]
+        return [(end - begin,) for begin, end in map(self._adamw.part, self._names)]
 
     def check(self, state: SparseAdamWState) -> None:
         """Check that a state has this rank's part of the moments."""
-        expected, found = [*map(self.part_size, self._names)], [leaf.size for leaf in jax.tree.leaves(state.mu)]
+        expected, found = self.shapes, [leaf.shape for leaf in jax.tree.leaves(state.mu)]
         if found != expected:
             transport = self._reducer.transport
             raise InvalidInputError(
-                f"state: mu has leaves of {found} elements; expected {expected}, the part of rank {transport.rank} of "
+                f"state: mu has leaves of shapes {found}; expected {expected}, the part of rank {transport.rank} of "
                 f"{transport.size}; pass the state that init or update returned on this rank, with as many ranks"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
@@ -62,44 +62,38 @@ class TreeExchange:
     training: bool = False  # whether "auto" means the setting for training, and density 1.0 a dense sum
 
     def run(
-        self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array, shared: Mapping[str, Any]
+        self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the results and the new residuals. ``shared``: numbers by name that all ranks must share.
-
-        All arguments and numbers may be traced.
-        """
-        numbers = [jnp.asarray(each, float) for each in shared.values()]
-        if any(isinstance(a, jax.core.Tracer) for a in (step, *numbers, *leaves, *residuals)):
-            return self._stage(leaves, residuals, step, list(shared), numbers)
-        label = _label(int(step), shared, numbers)
+        """Return the results and the new residuals. All arguments may be traced."""
+        if any(isinstance(a, jax.core.Tracer) for a in (step, *leaves, *residuals)):
+            return self._stage(leaves, residuals, step)
         jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
         (device,) = {d for a in (*leaves, *residuals) for d in a.devices()}
         if device.platform in ("gpu", "cuda"):
-            return self.on_device(int(step), leaves, residuals, label)
-        results, kept = self.on_host(int(step), leaves, residuals, label)
+            return self.on_device(int(step), leaves, residuals)
+        results, kept = self.on_host(int(step), leaves, residuals)
         return jax.device_put(results, device), jax.device_put(kept, device)
 
     def _stage(
-        self, leaves: list[jax.Array], residuals: list[jax.Array], step: Any, names: list[str], numbers: list[jax.Array]
+        self, leaves: list[jax.Array], residuals: list[jax.Array], step: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Let XLA call `on_host`."""
         with suppress(ImportError, RuntimeError):  # without MPI, the call itself raises
             import mpi4py.MPI  # noqa: F401  # initializes MPI on this thread, which also finalizes it
-        count, shared = len(leaves), len(names)
+        count = len(leaves)
 
         def host(step: Array, *arrays: Array) -> list[Array]:
-            label, arrays = _label(int(step), names, arrays[:shared]), arrays[shared:]
-            results, kept = self.on_host(step, arrays[:count], arrays[count:], label)
+            results, kept = self.on_host(int(step), arrays[:count], arrays[count:])
             return results + kept
 
-        outputs = call_from_xla(host, leaves + residuals, jnp.asarray(step), *numbers, *leaves, *residuals)
+        outputs = call_from_xla(host, leaves + residuals, jnp.asarray(step), *leaves, *residuals)
         return outputs[:count], outputs[count:]
 
     @float_mode_only  # XLA's threads flush denormals
     def on_host(
-        self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object], label: Label
+        self, step: int, leaves: Sequence[object], residuals: Sequence[object]
     ) -> tuple[list[Array], list[Array]]:
-        """Make all calls in host memory, with ``label`` beside their own. Return the results and the new residuals.
+        """Make all calls in host memory. Return the results and the new residuals.
 
         They have the shapes and types of the arguments. This function must not compute with JAX, which could wait for
         the thread of XLA that runs it.
@@ -114,14 +108,14 @@ class TreeExchange:
             if olds:
                 residual = _concatenated([olds[i] for i in bucket.leaves], accumulator_dtype(bucket.dtype))
             out = _empty(x.size, bucket.dtype)
-            self._sum(bucket, k, x, residual, label, out)
+            self._sum(bucket, k, x, residual, step, out)
             _split(bucket, out, xs, results)
             if residual is not None:
                 _split(bucket, residual, olds, kept)
         return results, kept
 
     def on_device(
-        self, step: int, leaves: list[jax.Array], residuals: list[jax.Array], label: Label, arrays: str = "cupy"
+        self, step: int, leaves: list[jax.Array], residuals: list[jax.Array], arrays: str = "cupy"
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Do the same in the memory of a GPU, with a library of writable arrays, through DLPack."""
         try:
@@ -139,14 +133,14 @@ class TreeExchange:
             if residuals:  # float32 or float64; CuPy has no bfloat16
                 flat = jnp.concatenate([residuals[i].reshape(-1) for i in bucket.leaves])
                 residual = writable.from_dlpack(flat).copy()
-            total = self._sum(bucket, k, x, residual, label).to_dense()
+            total = self._sum(bucket, k, x, residual, step).to_dense()
             _split(bucket, jnp.from_dlpack(total), leaves, results)
             if residual is not None:
                 _split(bucket, jnp.from_dlpack(residual), residuals, kept)
         return results, kept
 
-    def _k_at(self, step: int | Array) -> int | float:
-        return density_at(self.k, int(step)) if callable(self.k) else self.k
+    def _k_at(self, step: int) -> int | float:
+        return density_at(self.k, step) if callable(self.k) else self.k
 
     def _sum(
         self,
@@ -154,7 +148,7 @@ class TreeExchange:
         k: float,
         x: TensorLike,
         residual: TensorLike | None,
-        label: Any,
+        step: int,
         out: TensorLike | None = None,
     ) -> SparseVector:
         """Make the call of a bucket, which updates ``residual`` and overwrites ``out``."""
@@ -163,16 +157,10 @@ class TreeExchange:
             k, chunk, options = 1.0, None, options.for_dense_sum()
         elif self.training:
             options = training_options(options, bucket.dtype.name, by_chunk=chunk is not None)
-        label += bucket.label
+        label: Any = Label.of(("call", "a sum of JAX arrays"), ("step", step)) + bucket.label
         return sparse_allreduce(
             x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=label, **asdict(options)
         )
-
-
-def _label(step: int, names: Iterable[str], numbers: Sequence[jax.Array | Array]) -> Label:
-    """Return the label of a step. ``numbers`` are scalars, with a name each."""
-    rounded = (float(str(np.asarray(each))) for each in numbers)  # 0.1, and not the float32 nearest to it
-    return Label.of(("call", "a sum of JAX arrays"), ("step", step), *zip(names, rounded, strict=True))
 
 
 @default_float_mode

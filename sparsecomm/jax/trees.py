@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -57,7 +56,7 @@ def sparse_allreduce(
     """
     leaves, residuals, names = checked(x, residual, "x", "residual", tree=False, comm=comm)
     exchange = _plan(leaves, names, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
-    results, kept = exchange.run(leaves, residuals, 0, {})
+    results, kept = exchange.run(leaves, residuals, 0)
     return results[0] if residual is None else (results[0], kept[0])
 
 
@@ -126,15 +125,11 @@ def tree_step(
     chunk: int,
     comm: Comm,
     training: bool = False,
-    shared: Mapping[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` and ``shared`` may be traced.
-
-    All ranks must share the numbers by name in ``shared``.
-    """
+    """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` may be traced."""
     leaves, kept, names = checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, names, density, scope, dense_below, options, chunk, comm=comm, training=training)
-    results, kept = exchange.run(leaves, kept, step, shared or {})
+    results, kept = exchange.run(leaves, kept, step)
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
     return tree, None if residuals is None else jax.tree.unflatten(structure, kept)

@@ -66,34 +66,30 @@ _MAX_WAIT = 1 << 14  # maximum number of steps that a weight makes at once
 
 
 def coefficients(
-    xp: Any, waited: Any, t: Any, lr: Any, betas: tuple[Any, Any], weight_decay: Any
-) -> tuple[Any, Any, Any, Any, Any, Any]:
+    waited: Array, t: float, lr: float, betas: tuple[float, float], weight_decay: float
+) -> tuple[Array, Array, Array, Array, Array, Array]:
     """Return the six coefficients of `sparsecomm.backends.adamw.adamw_step`.
 
     Args:
-        xp: the array library: numpy or jax.numpy.
-        waited: an array: the steps since the last update, at least 1.
+        waited: the steps since the last update, at least 1.
         t: the tensor's step, at least 1, for the bias correction of the moments.
-        lr, betas, weight_decay: as in `torch.optim.AdamW`, numbers or arrays.
+        lr, betas, weight_decay: as in `torch.optim.AdamW`.
     """
-    (kept_mean, new_mean), (kept_squares, new_squares) = (_power(xp, 1 - beta, waited) for beta in betas)
-    correction = xp.sqrt(_power(xp, 1 - betas[1], t)[1]) / _power(xp, 1 - betas[0], t)[1]
-    decay, _ = _power(xp, lr * weight_decay, waited)
+    (kept_mean, new_mean), (kept_squares, new_squares) = (_power(1 - beta, waited) for beta in betas)
+    correction = np.sqrt(_power(1 - betas[1], t)[1]) / _power(1 - betas[0], t)[1]
+    decay, _ = _power(lr * weight_decay, waited)
     return kept_mean, new_mean / waited, kept_squares, new_squares / waited, lr * waited * correction, decay
 
 
-def step_eps(xp: Any, eps: Any, beta2: Any, t: Any) -> Any:
+def step_eps(eps: float, beta2: float, t: int) -> Any:
     """Return eps in step ``t`` for the root of a second moment without bias correction."""
-    return eps * xp.sqrt(_power(xp, 1 - beta2, t)[1])
+    return eps * np.sqrt(_power(1 - beta2, t)[1])
 
 
-def _power(xp: Any, x: Any, exponent: Any) -> tuple[Any, Any]:
-    """Return (1 - x)^exponent, and 1 minus that."""
-    if xp is np:  # in float64, as `torch.optim.AdamW` does
-        power = np.power(1 - x, exponent)
-        return power, 1 - power
-    log = xp.log1p(-x)
-    return xp.exp(exponent * log), -xp.expm1(exponent * log)
+def _power(x: float, exponent: Any) -> tuple[Any, Any]:
+    """Return (1 - x)^exponent, and 1 minus that, in float64, as `torch.optim.AdamW` does."""
+    power = np.power(1 - x, exponent)
+    return power, 1 - power
 
 
 class AdamWRule(NamedTuple):
@@ -128,7 +124,7 @@ class AdamWRule(NamedTuple):
         """Return `coefficients` in step ``t``, with a row for each wait from 0 (treated as 1) to ``t`` steps."""
         size = min(t, _MAX_WAIT) + 1
         waited = np.maximum(np.arange(size, dtype=np.float64), 1)
-        rows = coefficients(np, waited, float(t), self.lr, self.betas, self.weight_decay)
+        rows = coefficients(waited, float(t), self.lr, self.betas, self.weight_decay)
         return np.stack(rows, axis=1).astype(dtype)
 
 
@@ -370,7 +366,7 @@ class LazyAdamW:
         key = rule, spec.accumulator.name, t
         if key not in self._tables:
             self._tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
-        exponents, eps = self._reducer.exponents(name)[part.begin : part.end], step_eps(np, rule.eps, rule.betas[1], t)
+        exponents, eps = self._reducer.exponents(name)[part.begin : part.end], step_eps(rule.eps, rule.betas[1], t)
         margin = 4 if sparse and bucket.owners > 1 else 0  # rounding changes an update by less
         results = backend.adamw(
             self._part_of(part),
@@ -447,13 +443,10 @@ class LazyAdamW:
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Double or halve the units of some weights, and convert their residuals."""
-        index, signs, exponents, residual = outcome.indices, outcome.changes, bucket.exponents, bucket.residual
         with bucket.on_stream(None):
-            xp, max_ = library_of(residual), np.finfo(residual.dtype).max
-            factors = xp.where(signs > 0, residual.dtype.type(0.5), residual.dtype.type(2))
-            converted = xp.clip(residual[index] * factors, -max_, max_)
-            exponents[index] = (exponents[index] + signs).astype(exponents.dtype)
-            residual[index] = converted
+            residual = bucket.backend.as_tensor(bucket.residual, (bucket.size,))
+            if not isinstance(outcome.result, DenseSum):
+                bucket.backend.change_units(residual, bucket.exponents, outcome.changes)
 
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
         """Make all units those of the owners' second moments above zero, after dense steps. Collective."""

@@ -15,8 +15,6 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.algorithms.dense import all_gather, reduce_scatter
 from sparsecomm.algorithms.double import ranges, sums_of_owner
@@ -70,13 +68,12 @@ class Outcome(NamedTuple):
 
     Attributes:
         result: the updates of all weights, or the entries that would overflow; a `DenseSum` contains the new weights.
-        indices, changes: elements whose units change, and the changes of their exponents.
+        changes: 1 or -1 where the exponent of a unit changes.
         verdict: `FINE`, or why no rank may apply the step.
     """
 
     result: SparseVector
-    indices: Array
-    changes: Array
+    changes: SparseVector
     verdict: int
 
 
@@ -107,43 +104,45 @@ class OwnedCall(BucketCall):
 
     def _sparse(self) -> Outcome:
         """Send each owner this rank's largest entries, and receive updates. Two trips."""
-        comm, gradient, bucket, backend, plan = self.comm, self.contribution, self._bucket, self.plan.backend, self.plan
-        shares = ranges(bucket.size, max(plan.k, bucket.owners), bucket.owners)
-        sums = gradient.topk(plan.k) if comm.size == 1 else sums_of_owner(comm, gradient, shares)
-        updates = changes = sums.part(0, 0)
-        verdict = FINE
+        comm, gradient, bucket, backend, k = self.comm, self.contribution, self._bucket, self.plan.backend, self.plan.k
+        if comm.size == 1:
+            return self._step(gradient.topk(k), 0, bucket.size)
+        shares = ranges(bucket.size, max(k, bucket.owners), bucket.owners)
+        sums = sums_of_owner(comm, gradient, shares)
+        made = Outcome(sums.part(0, 0), sums.part(0, 0), FINE)
         if comm.rank < bucket.owners:
-            parts, begin = bucket.parts(comm.rank), shares[comm.rank][0]
-            bounds = [begin + part.offset for part in parts] + [shares[comm.rank][1]]
-            if plan.mean and comm.size > 1:
-                sums = backend.divide(sums, comm.size)
-            step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
-            xp, verdict = library_of(sums.values), step.verdict
-            exact = backend.with_values(sums, xp.concatenate(step.changes))  # without zeros
-            signs = xp.concatenate(step.signs)
-            if comm.size == 1:
-                positions = xp.flatnonzero(signs)
-                return Outcome(exact, sums.indices[positions], signs[positions], verdict)
-            updates = comm.quantized(exact, _Kept())
-            if updates.nnz < sums.nnz:
-                signs = signs[xp.searchsorted(sums.indices, updates.indices)]
-            positions = xp.flatnonzero(signs)  # among the updates, which takes fewer bits than indices
-            indices, values = (begin + positions).astype(sums.indices.dtype), signs[positions].astype(sums.values.dtype)
-            changes = SparseVector.trusted(indices, values, sums.size, sums.shape)
-        own, within = ((updates, changes), (verdict,)), [(begin, end) for begin, end, _ in shares]
-        gathered = [own] if comm.size == 1 else gather_parcels(comm, own, ROUNDS, within)
-        indices, verdicts = list[Array](), list[int]()
-        for owner, ((theirs, changed), words), (begin, _, share) in zip(range(comm.size), gathered, shares):  # noqa: B905
-            positions = changed.indices - begin
-            if theirs.nnz > share or (changed.nnz and int(positions[-1]) >= theirs.nnz):
-                seen = f"{theirs.nnz} updates and changes at {positions[-1:]} instead of at most {share}"
+            begin, end, _ = shares[comm.rank]
+            made = self._step(backend.divide(sums, comm.size) if self.plan.mean else sums, begin, end)
+            # Positions among the updates take fewer bits than indices.
+            positions = library_of(sums.indices).searchsorted(made.result.indices, made.changes.indices) + begin
+            made = made._replace(changes=_at(made.changes, positions))
+        own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in shares]
+        found = []
+        gathered = gather_parcels(comm, own, ROUNDS, within)
+        for owner, ((updates, changes), words), (begin, _, share) in zip(range(comm.size), gathered, shares):  # noqa: B905
+            (verdict,), positions = comm.checked_words(owner, words, 1), changes.indices - begin
+            if updates.nnz > share or (changes.nnz and int(positions[-1]) >= updates.nnz):
+                seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {share}"
                 raise comm.broken(owner, seen)
-            indices.append(theirs.indices[positions])
-            verdicts += comm.checked_words(owner, words, 1)
-        verdict = max(verdicts)
-        parcels = [vectors for (vectors, _), theirs in zip(gathered, verdicts, strict=True) if theirs == verdict]
-        total, signs = (backend.concatenate_entries([vectors[i] for vectors in parcels]) for i in (0, 1))
-        return Outcome(total, library_of(total.indices).concatenate(indices), signs.values, verdict)
+            found.append(Outcome(updates, _at(changes, updates.indices[positions]), verdict))
+        verdict = max(outcome.verdict for outcome in found)
+        parts = [outcome[:2] for outcome in found if outcome.verdict == verdict]
+        updates, changes = (backend.concatenate_entries([*vectors]) for vectors in zip(*parts, strict=True))
+        return Outcome(updates, changes, verdict)
+
+    def _step(self, sums: SparseVector, begin: int, end: int) -> Outcome:
+        """Make the owner's step for elements ``begin`` to ``end``."""
+        comm, bucket, backend, xp = self.comm, self._bucket, self.plan.backend, library_of(sums.values)
+        parts = bucket.parts(comm.rank)
+        bounds = [begin + part.offset for part in parts] + [end]
+        step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
+        updates = backend.with_values(sums, xp.concatenate(step.changes))  # without zeros
+        if comm.size > 1:
+            updates = comm.quantized(updates, _Kept())
+        signs = xp.concatenate(step.signs).astype(sums.values.dtype)
+        if updates.nnz < sums.nnz:
+            signs = signs[xp.searchsorted(sums.indices, updates.indices)]
+        return Outcome(updates, backend.with_values(updates, signs), step.verdict)
 
     def _dense(self) -> Outcome:
         """Add up gradients at their owners, and gather new weights. Two trips."""
@@ -167,8 +166,8 @@ class OwnedCall(BucketCall):
                 if rank != comm.rank:
                     segments[rank][:] = received[:-1]
             verdict = max(int(received[-1]) for received in gathered)
-        none = backend.zeros(0, np.int64)
-        return Outcome(backend.nonzeros(total, self.contribution.shape), none, none, verdict)
+        none = backend.nonzeros(backend.zeros(0, total.dtype), (0,))
+        return Outcome(backend.nonzeros(total, self.contribution.shape), none, verdict)
 
     def _finish(self, result: SparseVector) -> None:
         self.finite, self.usable = self._outcome.verdict != NOT_FINITE, self._outcome.verdict == FINE
@@ -176,3 +175,9 @@ class OwnedCall(BucketCall):
         self._result = result
         self._count(result)
         self._owner.decided(self._bucket, self._outcome)
+
+
+def _at(entries: SparseVector, indices: Array) -> SparseVector:
+    """Return the entries with other indices."""
+    same_type = indices.astype(entries.indices.dtype, copy=False)
+    return SparseVector.trusted(same_type, entries.values, entries.size, entries.shape)

@@ -145,6 +145,27 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
             assert same(np.asarray(theirs), ours)
 
 
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_change_units(device: Device, real: type[np.floating]) -> None:
+    """Residuals keep their values, if they do not overflow; exponents move by one."""
+    rng, largest = np.random.default_rng(2), np.finfo(real).max
+    for n in (1, 5000):
+        index = np.flatnonzero(rng.random(n) < 0.4).astype(np.int32)
+        signs = rng.choice([-1, 1], len(index)).astype(real)
+        exponents, r = exponents_of(n, real, 5), data.gradient("normal", n, real.__name__, 6)
+        for value in (0, largest, -largest, np.finfo(real).tiny):
+            r[rng.random(n) < 0.1] = value
+        expected = r.copy(), exponents.copy()
+        with np.errstate(over="ignore"):
+            expected[0][index] = np.clip(r[index] * np.where(signs > 0, real(0.5), real(2)), -largest, largest)
+        expected[1][index] = exponents[index] + signs.astype(np.int64)
+        units = device.array(exponents)
+        device.backend.change_units(device.tensor(r), units, device.entries(index, signs, n))
+        device.wait()
+        assert data.same_bits(r, expected[0])
+        assert data.same_bits(np.asarray(units), expected[1])
+
+
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_put_and_values_of(device: Device, dtype: str) -> None:
     """Some elements of a tensor or all, rounded to nearest even to its dtype."""

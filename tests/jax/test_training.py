@@ -199,9 +199,7 @@ def test_types_and_masks_by_functions() -> None:
         assert params["half"].dtype == jnp.bfloat16
         assert state.nu["half"].dtype == jnp.float32
         assert (params["half"] < 1).any()
-        with pytest.raises(
-            sc.InvalidInputError, match=r"state: mu has leaves of \[0, 0, 0\] elements; expected \[200, "
-        ):
+        with pytest.raises(sc.InvalidInputError, match=r"state: mu has leaves of .*expected \[\(40, 5\), \(0, 3\), "):
             optimizer.update(grads, state._replace(mu=jax.tree.map(lambda _: jnp.zeros(0), params)), params)
 
     run(1, program)
