@@ -119,10 +119,10 @@ class OwnedCall(BucketCall):
         own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in owned]
         found = []
         gathered = gather_parcels(comm, own, ROUNDS, within)
-        for owner, ((updates, changes), words), (begin, _, most) in zip(range(comm.size), gathered, owned):  # noqa: B905
+        for owner, ((updates, changes), words), (begin, _, count) in zip(range(comm.size), gathered, owned):  # noqa: B905
             (verdict,), positions = comm.checked_words(owner, words, 1), changes.indices - begin
-            if updates.nnz > most or (changes.nnz and int(positions[-1]) >= updates.nnz):
-                seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {most}"
+            if updates.nnz > count or (changes.nnz and int(positions[-1]) >= updates.nnz):
+                seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {count}"
                 raise comm.broken(owner, seen)
             found.append(Outcome(updates, _at(changes, updates.indices[positions]), verdict))
         verdict = max(outcome.verdict for outcome in found)

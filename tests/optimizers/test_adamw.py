@@ -249,11 +249,11 @@ def test_16_bit_weights_keep_updates_that_rounding_would_lose() -> None:
             optimizer.step({"w": (1 + (np.arange(300) + step) % 3 + transport.rank).astype(dtype)})
         return mine
 
-    narrow, wide = data.DTYPES["bfloat16"], np.float32
+    narrow, single = data.DTYPES["bfloat16"], np.float32
     for density in (1.0, 0.2):
-        found = {dtype: run(2, lambda t, d=dtype, s=density: program(t, d, s))[1]["w"] for dtype in (narrow, wide)}
-        assert data.same_bits(found[narrow], found[wide].astype(narrow))
-        assert (found[wide] < 1 - 2.0**-9).all()
+        found = {dtype: run(2, lambda t, d=dtype, s=density: program(t, d, s))[1]["w"] for dtype in (narrow, single)}
+        assert data.same_bits(found[narrow], found[single].astype(narrow))
+        assert (found[single] < 1 - 2.0**-9).all()
     alone = run(1, lambda transport: program(transport, narrow, 1.0))[0]["w"]
     assert (alone == 1).all()  # so this training needs the compensation
 
