@@ -69,7 +69,7 @@ class Attached:
             optimizer.remove()
 
     def save(self, folder: Path, checkpoint: str) -> None:
-        """Save each rank's residuals in ``folder`` under the id ``checkpoint``. Collective."""
+        """Save each rank's residuals and moments in ``folder`` under the id ``checkpoint``. Collective."""
         _files(folder, checkpoint).save(self.step, self.objects, keep=1)
 
     def load(self, folder: Path, checkpoint: object, source: object) -> None:
@@ -93,10 +93,11 @@ class Attached:
             if known:
                 reason = f"the residuals of this checkpoint are not in {folder} on all ranks; copy that folder with it"
             _log.warning(
-                "%s: %s. Training begins with empty residuals: if it was sparse before, the gradient entries that were "
-                "not sent before the checkpoint are lost",
+                "%s: %s. Training begins with empty residuals%s: if it was sparse before, the gradient entries that "
+                "were not sent before the checkpoint are lost",
                 source,
                 reason,
+                ", and with new moments unless the checkpoint has them" if self.optimizers else "",
             )
 
     def prune(self, folder: Path, keep: int) -> None:

@@ -225,7 +225,7 @@ class _OnHost:
             *([array for array in field if array is not None] for field in zip(*map(moments.get, names), strict=True)),
             [reducer.exponents(name).copy() for name in names],
             [reducer.residual(name).copy() for name in names],
-            [np.asarray(reducer.units_lag)],
+            [np.asarray(adamw.units_lag)],
         ]
         shaped = [
             [array.reshape(leaf.shape) for array, leaf in zip(*trees, strict=True)]
@@ -245,8 +245,7 @@ class _OnHost:
         flat: list[list[Any]] = [[leaf.reshape(-1) for leaf in tree] or [None] * len(names) for tree in trees[:4]]
         self._moments = {name: Moments(*its) for name, *its in zip(names, *flat, strict=True)}
         begun = any(exponents.any() for exponents in trees[4])
-        adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step))
-        reducer.units_lag = bool(trees[6][0])
+        adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step), bool(trees[6][0]))
 
     def _change(self, p: Array, name: str, moments: Moments) -> Array:
         """Return what to add to a parameter. The compensation takes what this addition rounds off."""

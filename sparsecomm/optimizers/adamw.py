@@ -51,7 +51,7 @@ from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, Sparse
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
-from sparsecomm.states.schema import is_count
+from sparsecomm.states.schema import common, is_count, per_rank
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
@@ -148,6 +148,7 @@ class LazyAdamW:
             default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
+        units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
     """
 
     def __init__(
@@ -172,13 +173,14 @@ class LazyAdamW:
         reducer.own(self)
         self.adopt({}, {})
 
-    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
+    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int], units_lag: bool = False) -> None:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
         self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
+        self.units_lag = units_lag
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
@@ -239,7 +241,7 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            if reducer.units_lag and reducer.density < 1:
+            if self.units_lag and reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
             self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
@@ -408,8 +410,7 @@ class LazyAdamW:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
-        if any(isinstance(each.result, DenseSum) for each in self._outcomes.values()):
-            self._reducer.units_lag = True
+        self.units_lag = self.units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
@@ -469,7 +470,7 @@ class LazyAdamW:
         for bucket, new in zip(self._reducer.buckets, found, strict=True):
             with bucket.on_stream(None):
                 _use_units(bucket.residual, bucket.exponents, new)
-        self._reducer.units_lag = False
+        self.units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
@@ -502,7 +503,7 @@ class LazyAdamW:
         if (step := self._unfinished) is not None:
             self.update(self._weights, step)
 
-    def load(self, saved: Mapping[str, SavedMoments]) -> None:
+    def load(self, saved: Mapping[str, SavedMoments], units_lag: bool = False) -> None:
         """Use the moments of a state, and its units if the reducer's state had none."""
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
@@ -515,7 +516,7 @@ class LazyAdamW:
                 if exponents is not None:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
-        self.adopt(moments, {name: its.step for name, its in saved.items()})
+        self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
 
     @default_float_mode
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
@@ -530,7 +531,7 @@ class LazyAdamW:
             self.adopt({}, {})
         root = next(each for each in range(size) if each not in rebuilt.ranks_joined)
         counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
-        units_lag = np.array([self._reducer.units_lag])
+        units_lag = np.array([self.units_lag])
         _broadcast(counts, root, transport)
         _broadcast(units_lag, root, transport)
         steps = dict(zip(self.specs, counts[:, 1].tolist(), strict=True))
@@ -559,14 +560,16 @@ class LazyAdamW:
                     if ours is not None and theirs is not None:
                         ours[:] = from_host(theirs[own], ours)
                 moments[name] = made
-        self._reducer.units_lag = bool(units_lag[0])
-        self.adopt(moments, steps)
+        self.adopt(moments, steps, bool(units_lag[0]))
         if lost:
             _log.warning(
-                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with "
-                "estimates, mostly within a factor of 2. Load a checkpoint for exact ones",
+                "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
+                "Load a checkpoint for exact ones",
                 rank,
                 f"{lost:,}",
+                "the mean of the tensor's others"
+                if units_lag[0]
+                else "the squares of units, mostly within a factor of 2",
             )
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
@@ -701,3 +704,9 @@ def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dic
         }
         found[name] = {"compensation": None, **whole, "step": first["step"]}
     return found
+
+
+STATE_FIELDS = {  # of an optimizer's state, besides those of its reducer
+    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
+    "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
+}

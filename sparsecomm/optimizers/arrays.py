@@ -7,30 +7,20 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.optimizers.adamw import (
-    DENSITY,
-    OPTIONS,
-    AdamWRule,
-    LazyAdamW,
-    SavedMoments,
-    read_moments,
-    whole_moments,
-)
+from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, STATE_FIELDS, AdamWRule, LazyAdamW, SavedMoments, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
-from sparsecomm.states.schema import State, StateDict, per_rank
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, to_host
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
-_SCHEMA = REDUCER.extended(
-    "SparseAdamW", {"moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)}
-)
+_SCHEMA = REDUCER.extended("SparseAdamW", STATE_FIELDS)
 
 
 @deferred
@@ -183,7 +173,8 @@ class SparseAdamW:
                     field: None if array is None else to_host(array) for field, array in its._asdict().items()
                 }
             moments[name] |= {"step": adamw.steps[name], "part": list(adamw.parts[name])}
-        return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
+        own = {"moments": moments, "units_lag": adamw.units_lag, "format": _SCHEMA.format}
+        return {**self._reducer.state_dict(), **own}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
@@ -207,7 +198,7 @@ class SparseAdamW:
 
             def commit() -> None:
                 prepared.commit()
-                adamw.load(moments)
+                adamw.load(moments, prepared.fields["units_lag"])
 
             return Prepared({**prepared.common, "moments": steps}, commit)
 

@@ -64,10 +64,7 @@ class Buckets:
         all: the buckets in the order of their calls.
         by_name: the bucket of each tensor, also of tensors without elements, which are never sent.
         label: everything that must be equal on the ranks.
-        units_lag: dense steps have changed the state of the owner, but not yet units; the same on all ranks.
     """
-
-    units_lag = False
 
     def __init__(
         self,
@@ -197,7 +194,6 @@ class Connection:
         if keep:
             with self.buckets.on_current_stream():
                 buckets.fill(*self.buckets.arrays())
-            buckets.units_lag = self.buckets.units_lag
         queue.users = max(queue.users, number + 1)
         self.queue, self.number, self.buckets = queue, number, buckets
         self._comm, self.transport = comm, transport

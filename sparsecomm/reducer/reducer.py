@@ -596,16 +596,6 @@ class Reducer:
         return self._connection.buckets.all
 
     @property
-    def units_lag(self) -> bool:
-        """Whether units must be refreshed before the next sparse step: see `own`."""
-        self._connect()
-        return self._connection.buckets.units_lag
-
-    @units_lag.setter
-    def units_lag(self, value: bool) -> None:
-        self._connection.buckets.units_lag = value
-
-    @property
     def groups(self) -> list[list[str]]:
         """The names in each bucket, in the order of calls."""
         return [[spec.name for spec in bucket.tensors] for bucket in self.buckets]

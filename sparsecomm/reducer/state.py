@@ -47,7 +47,6 @@ REDUCER = Schema(
         "residuals": summed(),
         "velocities": summed(),
         "units": common("arrays of unsigned integers by name", _is_units),
-        "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
         "step": common("a number of steps", is_count),
         "order": common("a list of names, or None", _is_order),
         "bucket_bytes": common("a number of bytes, at least 1", is_positive),
@@ -75,7 +74,6 @@ def fields_of(connection: Connection, step: int) -> StateDict:
         "residuals": residuals,
         "velocities": velocities,
         "units": units,
-        "units_lag": buckets.units_lag,
         "step": step,
         "order": None,
         "bucket_bytes": buckets.bucket_bytes,
@@ -105,7 +103,6 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
             raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}")
         units[name] = saved.reshape(-1)
     buckets.fill(residuals, velocities, units)
-    buckets.units_lag = found["units_lag"]
     return buckets
 
 

@@ -19,7 +19,7 @@ from sparsecomm.checks import quote, to_bool, to_int, with_options
 from sparsecomm.errors import InvalidInputError, did_you_mean
 from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.connection import Buckets
+from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.signals import deferred
@@ -30,7 +30,7 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import from_host
 from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import GradientExchange, is_only_making_state
-from sparsecomm.torch.optimizer import NAMES, Loss, SparseOptimizer
+from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
 from sparsecomm.transport import Comm, transport_of
 from sparsecomm.wire import WireName
@@ -75,11 +75,13 @@ class SparseAdamW(SparseOptimizer):
     clip them (each rank by its own norm). You may use a `torch.amp.GradScaler` as usual: a rank whose gradients have
     overflowed contributes nothing to that step, and only its own scaler lowers its scale.
 
-    A parameter has the state of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``, an int32
-    tensor with the step of each weight's last update. Between steps, a program may change, replace or delete what is in
-    ``optimizer.state``, on all ranks alike: the next step uses it. If a state is deleted, or its ``exp_avg_sq`` is
-    changed in place, the residual of the parameter is dropped. To load a state of `torch.optim.AdamW`, call
-    ``residuals_apart()`` before ``load_state_dict()``.
+    Each weight has one owner, the rank that keeps its state: that of `torch.optim.AdamW` (``step``, ``exp_avg``,
+    ``exp_avg_sq``), ``last_step``, an int32 tensor with the step of each weight's last update, and with several ranks
+    ``compensation``, what rounding has lost from each weight. So 16-bit weights train as with float32 copies.
+    ``optimizer.state[p]`` has this rank's part: in the parameter's shape if the rank owns all of it, otherwise flat.
+    Between steps, a program may change, replace or delete the state, on all ranks alike: the next step uses it. It may
+    also put in the moments of whole parameters. To load a state of `torch.optim.AdamW`, call ``residuals_apart()``
+    before ``load_state_dict()``; to make one, call `consolidate_state_dict`.
 
     Args:
         named_parameters: ``model.named_parameters()``; or groups, dictionaries with such pairs under "params" and
@@ -90,9 +92,9 @@ class SparseAdamW(SparseOptimizer):
         density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step
             number.
         dense_steps, comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
-        overlap: exchange during backward passes. Then do not change gradients after ``backward()``, accumulate them
-            under `no_sync`, and do not use a scaler.
-        check_weights_every: as in `SparseState`; moments are compared as well.
+        overlap: exchange during backward passes, with the settings of that time. Then do not change gradients, weights
+            or settings between ``backward()`` and `step`, accumulate under `no_sync`, and do not use a scaler.
+        check_weights_every: as in `SparseState`; the units in which gradients are exchanged are compared as well.
 
     Raises:
         InvalidInputError: an argument is not supported.
@@ -156,7 +158,8 @@ class SparseAdamW(SparseOptimizer):
         If a gradient of some rank is not finite, no rank changes anything.
 
         Raises:
-            WeightMismatchError: weights or moments differ between ranks.
+            WeightMismatchError: weights or units differ between ranks.
+            InvalidInputError: a setting or a state is not supported, or has changed since gradients were exchanged.
             SparseCommError: as in `sparsecomm.Reducer.wait`. The gradients are in the residuals.
         """
         exchange = self._exchange
@@ -187,8 +190,7 @@ class SparseAdamW(SparseOptimizer):
         """Return this rank's state: see `SparseOptimizer`. If residuals are kept apart, so are moments."""
         saved = super().state_dict()
         if self._residuals_apart:
-            left = saved["state"].items()
-            saved["state"] = {i: {k: v for k, v in entry.items() if k not in FIELDS} for i, entry in left}
+            saved["state"] = {i: _without_moments(entry) for i, entry in saved["state"].items()}
         return saved
 
     def consolidate_state_dict(self, to: int = 0) -> StateDict | None:
@@ -197,22 +199,16 @@ class SparseAdamW(SparseOptimizer):
         `torch.optim.AdamW` can load it. So can this optimizer, on all ranks and on any number of them, after
         ``residuals_apart()``.
         """
-        exchange, target = self._exchange, to_int(to)
-        if target is None or target >= exchange.reducer.transport.size:
-            raise InvalidInputError(f"to={quote(to)}: must be a rank from 0 to {exchange.reducer.transport.size - 1}")
-        if exchange.reducer.pending or (exchange.exchanged and exchange.reducer.last is not exchange.adamw.done):
+        exchange, size = self._exchange, self.reducer.transport.size
+        if (target := to_int(to)) is None or target >= size:
+            raise InvalidInputError(f"to={quote(to)}: must be a rank from 0 to {size - 1}")
+        if exchange.reducer.pending:
             raise InvalidInputError("consolidate_state_dict in the middle of a step; call step() first")
         found = exchange.consolidated(target)
         if exchange.reducer.transport.rank != target:
             return None
         saved = torch.optim.Optimizer.state_dict(self)
-        numbered = [
-            (p, i)
-            for group, its in zip(self.param_groups, saved["param_groups"], strict=True)
-            for p, i in zip(group["params"], its["params"], strict=True)
-        ]
-        names = {i: exchange.names.get(id(p), "") for p, i in numbered}
-        return {**saved, "state": {i: found[n] for i, n in names.items() if n in found}, NAMES: list(names.values())}
+        return {**saved, "state": {i: found.get(id(entry), entry) for i, entry in saved["state"].items()}}
 
     def _load_own(self, state_dict: State, prepared: PreparedState | None = None) -> None:
         """Load groups by PyTorch, but states here: PyTorch would convert moments to the dtype of the weights.
@@ -225,7 +221,7 @@ class SparseAdamW(SparseOptimizer):
         for ours, its in zip(self.param_groups, groups, strict=True):
             for p, i in zip(ours["params"], its["params"], strict=True):
                 if entry := saved.get(i):
-                    kept = before.get(p, {}) if prepared is None and not any(key in entry for key in FIELDS) else {}
+                    kept = before.get(p, {}) if prepared is None and entry.keys().isdisjoint(FIELDS) else {}
                     self.state[p] = self._exchange.usable_state(p, {**entry, **kept}, prepared)
 
 
@@ -415,14 +411,17 @@ class AdamWExchange(AutogradExchange):
                 entry |= self.usable_state(parameter, entry)
                 fields = [None if (t := entry.get(key)) is None else _flat(t) for key in FIELDS]
                 adamw.replace(name, Moments(*fields), int(entry["step"]))  # type: ignore[arg-type]
-            elif self._has_units(name):
+            elif name in adamw.moments or self._has_units(name):
                 adamw.replace(name, None, 0)
             self._note(name)
 
-    def _has_units(self, name: str, buckets: Buckets | None = None) -> bool:
+    def _has_units(self, name: str, prepared: PreparedState | None = None) -> bool:
         """Return whether units have begun, so that moments may begin with zeros."""
-        exponents = (buckets.by_name[name] if buckets else self.reducer.bucket(name)).exponents_of[name]
+        exponents = self._bucket(name, prepared).exponents_of[name]
         return len(exponents) > 0 and bool(exponents[0])
+
+    def _bucket(self, name: str, prepared: PreparedState | None) -> Bucket:
+        return prepared.buckets.by_name[name] if prepared else self.reducer.bucket(name)
 
     def usable_state(
         self, parameter: torch.Tensor, entry: Mapping[str, Any], prepared: PreparedState | None = None
@@ -437,15 +436,14 @@ class AdamWExchange(AutogradExchange):
         name = self.names[id(parameter)]
         if self.named.get(name) is not parameter or not _has_moments(entry):
             return dict(entry)
-        spec, buckets = self.adamw.specs[name], prepared.buckets if prepared else None
-        bucket = buckets.by_name[name] if buckets else self.reducer.bucket(name)
+        spec, bucket = self.adamw.specs[name], self._bucket(name, prepared)
         part = bucket.part(name, self.reducer.transport.rank)
-        saved = prepared.fields["moments"].get(name, {}) if prepared else {}
-        if saved and "part" not in saved:  # `reshard` has made them
-            found, entry = saved, {key: value for key, value in entry.items() if key not in FIELDS}
+        found = prepared.fields["moments"].get(name, {}) if prepared else {}
+        if found and "part" not in found:  # `reshard` has made them
+            entry = _without_moments(entry)
         else:
-            found = self._found(name, entry, tuple(saved.get("part", part)))
-        eps = None if self._has_units(name, buckets) else self.rules()[name].eps
+            found = self._found(name, entry, tuple(found.get("part", part)))
+        eps = None if not spec.size or self._has_units(name, prepared) else self.rules()[name].eps
         moments, count, exponents = read_moments(found, spec, part, eps)
         with self.adamw.on_stream(spec):
             if exponents is not None:
@@ -453,10 +451,9 @@ class AdamWExchange(AutogradExchange):
             used = {**entry, "step": _step_tensor(count)}
             compensated = self.reducer.transport.size > 1 or moments.compensation is not None
             for key, array, room in zip(FIELDS, moments, self._zeros(name, part, compensated), strict=False):
-                usable = _is_usable(entry.get(key), room)
-                if not usable:
+                if not _is_usable(entry.get(key), room):
                     used[key] = room
-                if array is not None and (not usable or key == "last_step"):
+                if array is not None:
                     flat = _flat(used[key])
                     flat[:] = from_host(array, flat)
         return used
@@ -468,18 +465,10 @@ class AdamWExchange(AutogradExchange):
             hosts = [_host(entry.get(key)) for key in FIELDS]
             if hosts[2] is not None and hosts[2].dtype.kind == "f":  # dense AdamW has loaded it, and does not update it
                 hosts[2] = None
-            if any(host is not None and host.shape != shape for host in hosts):
-                size = part[1] - part[0]
+            whole = all(host is None or host.shape == shape for host in hosts)
+            if not whole:
                 hosts = [h.reshape(-1)[slice(*part)] if h is not None and h.shape == shape else h for h in hosts]
-                for key, host in zip(FIELDS, hosts, strict=True):
-                    if host is not None and host.shape != (size,):
-                        raise InvalidInputError(
-                            f"optimizer.state: {key} of {name} has shape {host.shape}; expected {shape}, or ({size},) "
-                            f"for elements {part[0]} to {part[1]}, which this rank owns"
-                        )
-            found: dict[str, Any] = dict(zip(Moments._fields, hosts, strict=True))
-            if any(host is not None and host.shape != shape for host in hosts):
-                found["part"] = part
+            found: dict[str, Any] = dict(zip(Moments._fields, hosts, strict=True)) | ({} if whole else {"part": part})
             step, last = float(entry["step"]), found["last"]
             known = before is not None and before.tensors[3] is entry.get("last_step")
             if last is not None and known and step.is_integer():  # the program may have changed the step alone
@@ -513,7 +502,7 @@ class AdamWExchange(AutogradExchange):
         """Set a parameter's state in the optimizer to zeros, and return its moments."""
         parameter, state = self.named[name], self.optimizer.state
         tensors = self._zeros(name, self.adamw.part(name), compensated)
-        others = {key: value for key, value in state.get(parameter, {}).items() if key not in FIELDS}
+        others = _without_moments(state.get(parameter, {}))
         state[parameter] = {**others, "step": _step_tensor(0), **dict(zip(FIELDS, tensors, strict=False))}
         self._note(name)
         return Moments(*[*map(_flat, tensors), None][:4])  # type: ignore[arg-type]
@@ -531,10 +520,10 @@ class AdamWExchange(AutogradExchange):
                 self.optimizer.state[parameter] = {"step": _step_tensor(0)}
                 self._note(name)
 
-    def on_state_loaded(self) -> None:
-        super().on_state_loaded()
+    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
+        super().on_state_loaded(prepared)
         self._weights, self._adopted = None, {}
-        self.adamw.adopt({}, {})
+        self.adamw.adopt({}, {}, prepared.fields["units_lag"] if prepared else self.adamw.units_lag)
         self.adopt_state()
 
     def state_dict(self) -> StateDict:
@@ -544,36 +533,31 @@ class AdamWExchange(AutogradExchange):
             self.adopt_state()
         adamw = self.adamw
         adamw.check_complete()
-        for name in adamw.moments if self._optimizer() is not None else ():
-            entry = self.optimizer.state[self.named[name]]
-            tensors = [None if (t := entry.get(key)) is None else local(t).cpu() for key in FIELDS]
-            flat = dict(zip(Moments._fields, [t if t is None else t.view(-1) for t in tensors], strict=True))
-            state["moments"][name] = {**flat, "step": adamw.steps[name], "part": list(adamw.parts[name])}
+        state["units_lag"] = adamw.units_lag
+        for name in adamw.moments:
+            tensors = self._adopted[name].tensors[1:]  # the optimizer may be gone
+            flat = [None if t is None else local(t).cpu().view(-1) for t in tensors]
+            fields = dict(zip(Moments._fields, flat, strict=True))
+            state["moments"][name] = {**fields, "step": adamw.steps[name], "part": list(adamw.parts[name])}
         return state
-
-    def prepare_state(self, state: State) -> PreparedState:
-        prepared = super().prepare_state(state)
-        if not prepared.fields["units"] and self.adamw.moments:  # an older version: units come from second moments
-            with prepared.buckets.on_current_stream():
-                for name, exponents in prepared.buckets.arrays()[2].items():
-                    exponents[:] = self.reducer.exponents(name)
-        return prepared
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, with its moments. Collective."""
 
         def prepare(undo: Undo) -> Prepared:
-            prepared, states = self.prepare_state(state), self.optimizer.state
-            found = {}
-            for name, saved in prepared.fields["moments"].items() if prepared.fields["units"] else ():
+            prepared, states, found = self.prepare_state(state), self.optimizer.state, dict[str, dict[str, Any]]()
+            if not prepared.fields["units"]:  # an older version, whose moments are only in the optimizer's state
+                with prepared.buckets.on_current_stream():
+                    for name, exponents in prepared.buckets.arrays()[2].items():
+                        exponents[:] = self.reducer.exponents(name)
+            for name, saved in prepared.fields["moments"].items():
                 fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
                 entry = {**fields, "step": saved["step"]}
                 found[name] = self.usable_state(self.named[name], entry, prepared)
 
             def commit() -> None:
                 for name, parameter in self.named.items() if prepared.fields["units"] else ():
-                    others = {key: value for key, value in states.get(parameter, {}).items() if key not in FIELDS}
-                    states[parameter] = {**others, **found.get(name, {})}
+                    states[parameter] = {**_without_moments(states.get(parameter, {})), **found.get(name, {})}
                 prepared.commit()
 
             return Prepared({**prepared.common, "moments": {n: int(each["step"]) for n, each in found.items()}}, commit)
@@ -590,24 +574,23 @@ class AdamWExchange(AutogradExchange):
         self._write_steps()
         return rebuilt
 
-    def consolidated(self, to: int) -> dict[str, dict[str, Any]]:
-        """Return states with whole moments by name on rank ``to``; on other ranks an empty dictionary. Collective."""
+    def consolidated(self, to: int) -> dict[int, dict[str, Any]]:
+        """Return states with whole moments on rank ``to``, by the ids of those in the optimizer. Collective."""
+        self.rules()  # which checks that no parameter is missing
         self.adopt_state()
-        self.adamw.check_complete()
-        transport, found = self.reducer.transport, {}
-        for name in self.adamw.moments:
-            parameter, spec = self.named[name], self.adamw.specs[name]
-            with self.adamw.on_stream(spec):
-                whole, _ = self.adamw.gather(name, transport)
-                if transport.rank == to:
+        adamw, found = self.adamw, {}
+        adamw.check_complete()
+        for name in adamw.moments:
+            entry, spec = self.optimizer.state[self.named[name]], adamw.specs[name]
+            with adamw.on_stream(spec):
+                whole, _ = adamw.gather(name, self.reducer.transport)
+                if self.reducer.transport.rank == to:
                     tensors = self._zeros(name, (0, spec.size), bool(whole.compensation.any()))
                     for tensor, array in zip(tensors, whole, strict=False):
                         flat = _flat(tensor)
                         flat[:] = from_host(array, flat)
-                    state = self.optimizer.state[parameter]
-                    others = {key: value for key, value in state.items() if key not in FIELDS}
-                    found[name] = {**others, **dict(zip(FIELDS, tensors, strict=False))}
-                    found[name]["step"] = _step_tensor(self.adamw.steps[name])
+                    step = {"step": _step_tensor(adamw.steps[name])}
+                    found[id(entry)] = _without_moments(entry) | dict(zip(FIELDS, tensors, strict=False)) | step
         return found
 
 
@@ -628,6 +611,10 @@ def _has_moments(entry: Mapping[str, Any]) -> bool:
     if isinstance(squares, torch.Tensor):
         return bool(entry.get("step", 1)) or bool(local(squares).any())
     return any(key in entry for key in MOMENTS)
+
+
+def _without_moments(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in FIELDS}
 
 
 def _is_usable(tensor: Any, room: torch.Tensor) -> bool:

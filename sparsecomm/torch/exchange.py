@@ -17,14 +17,14 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch d
 from sparsecomm.calls.label import Label
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.optimizers.adamw import whole_moments
+from sparsecomm.optimizers.adamw import STATE_FIELDS
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, ReducerOptions, Schedule
 from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo
-from sparsecomm.states.schema import State, StateDict, common, per_rank
+from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
@@ -43,13 +43,7 @@ def _is_scale(value: object, _: object) -> bool:
     return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
-SCHEMA = REDUCER.extended(
-    "SparseState",
-    {
-        "loss_scale": common("a number above 0, or None", _is_scale),
-        "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
-    },
-)
+SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale), **STATE_FIELDS})
 
 
 class Scaler(Protocol):
@@ -297,7 +291,7 @@ class GradientExchange(TrainedParameters):
     def state_dict(self) -> StateDict:
         """Return the reducer's state, with arrays as tensors in host memory, and the loss scale."""
         state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
-        return {**state, "format": SCHEMA.format, "loss_scale": self._scale, "moments": {}}
+        return {**state, "format": SCHEMA.format, "loss_scale": self._scale, "moments": {}, "units_lag": False}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
@@ -305,7 +299,7 @@ class GradientExchange(TrainedParameters):
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
         """Load a state that has more fields, ``keys``: see `Reducer.load_with`. Collective."""
-        self.reducer.load_with(prepare, ["loss_scale", *keys])
+        self.reducer.load_with(prepare, ["loss_scale", "units_lag", *keys])
 
     def prepare_state(self, state: State) -> PreparedState:
         """Convert and check a state for `load_with`. Nothing is sent, and nothing changes."""
@@ -316,13 +310,13 @@ class GradientExchange(TrainedParameters):
             prepared.commit()
             self._scale, self.step_failed = scale, False
             self._reset(exchanged=False)
-            self.on_state_loaded()
+            self.on_state_loaded(prepared)
 
-        together = {**prepared.common, "loss_scale": scale or 0.0}
+        together = {**prepared.common, "loss_scale": scale or 0.0, "units_lag": prepared.fields["units_lag"]}
         return PreparedState(together, commit, prepared.fields, buckets=prepared.buckets)
 
-    def on_state_loaded(self) -> None:
-        """Let the next step compare the weights again, because they were loaded."""
+    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
+        """Let the next step compare the weights again. ``prepared``: the reducer's state, if it was loaded too."""
         self._reducer.weights_checked, self.num_steps = None, 0
 
 
@@ -391,8 +385,8 @@ class SparseState(GradientExchange):
         self._reset_pass()
         return rebuilt
 
-    def on_state_loaded(self) -> None:
-        super().on_state_loaded()
+    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
+        super().on_state_loaded(prepared)
         self._reset_pass()
 
     def __repr__(self) -> str:

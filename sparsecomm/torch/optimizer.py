@@ -203,8 +203,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def residuals_apart(self) -> AutogradExchange:
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return the object that has them.
 
-        Use it with frameworks that save the state of rank 0 and load it on all ranks, and with ``get_state_dict`` of
-        `torch.distributed.checkpoint`. Save the returned object on each rank by `sparsecomm.torch.save` or `Stateful`.
+        The moments of `SparseAdamW`, which differ between ranks, go with them. Use it with frameworks that save the
+        state of rank 0 and load it on all ranks, and with ``get_state_dict`` of `torch.distributed.checkpoint`. Save
+        the returned object on each rank by `sparsecomm.torch.save` or `Stateful`.
         """
         self._residuals_apart = True
         return self._exchange

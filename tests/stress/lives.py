@@ -356,6 +356,8 @@ class TorchLife:
             assert change is not None
             if event.kind == "later" and name == "averages_swapped_in_and_out" and "data" not in t.memo:
                 return self.skip(event)
+            if event.kind == "way" and way.whole:
+                t.make_whole()
             change(t)
         return None
 

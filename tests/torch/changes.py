@@ -27,7 +27,7 @@ from torch import nn
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.torch import SparseAdamW
 
-SHAPES = {"matrix": (20, 14), "bias": (14,), "kernel": (5, 3, 4, 2), "number": ()}
+SHAPES = {"matrix": (120, 34), "bias": (14,), "kernel": (5, 3, 4, 2), "number": ()}  # each rank owns some of it
 MOMENTS = "exp_avg", "exp_avg_sq"
 STEPS, CHANGED = 12, 6  # the change is made before this step
 DENSITIES = 1.0, 0.09
@@ -58,6 +58,16 @@ class Training:
     def groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups  # type: ignore[no-any-return]
 
+    def make_whole(self) -> None:
+        """Replace moments by whole tensors, as after loading a state of dense AdamW. Programs may put them there."""
+        if self.sparse:
+            transport = self.optimizer.reducer.transport
+            whole = [self.optimizer.consolidate_state_dict(to) for to in range(transport.size)][transport.rank]
+            for group, its in zip(self.groups, whole["param_groups"], strict=True):
+                for parameter, i in zip(group["params"], its["params"], strict=True):
+                    if i in whole["state"]:
+                        self.optimizer.state[parameter] = whole["state"][i]
+
     def each_moment(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """Yield the state of a parameter, with the key and the value of each moment."""
         for state in self.states:
@@ -73,6 +83,7 @@ class Training:
 @dataclass
 class Way:
     change: Callable[[Training], None]
+    whole: bool = False  # whether the change needs whole moments
     at: int = CHANGED  # the step before which it is made
     later: Callable[[Training], None] | None = None  # made three steps after it
     refusable: bool = False  # all ranks may raise an InvalidInputError instead
@@ -215,38 +226,38 @@ def states_made_before_the_first_step(t: Training) -> None:
 # -- changes in part --------------------------------------------------------------------------------------------------
 
 
-@way()
+@way(whole=True)
 def pruned_at_random_in_place(t: Training) -> None:
     for _, _, value in t.each_moment():
         value.mul_(torch.rand(value.shape, generator=t.random) > 0.5)
 
 
-@way()
+@way(whole=True)
 def pruned_by_magnitude_in_place(t: Training) -> None:
     for _, _, value in t.each_moment():
         value.mul_(value.abs() > value.abs().flatten().quantile(0.5))
 
 
-@way()
+@way(whole=True)
 def pruned_into_new_tensors(t: Training) -> None:
     t.replace(lambda value: value * (torch.rand(value.shape, generator=t.random) > 0.5))
 
 
-@way()
+@way(whole=True)
 def rows_zeroed(t: Training) -> None:
     for key in MOMENTS:
         t.optimizer.state[t.model["matrix"]][key][3:9] = 0
 
 
 @way()
-def rows_zeroed_through_state_dict(t: Training) -> None:
+def moments_zeroed_through_state_dict(t: Training) -> None:
     for key in MOMENTS:
-        t.optimizer.state_dict()["state"][0][key][3:9] = 0.0
+        t.optimizer.state_dict()["state"][0][key].zero_()
 
 
-@way()
+@way(whole=True)
 def rows_permuted(t: Training) -> None:
-    order = torch.randperm(20, generator=t.random)
+    order = torch.randperm(len(t.model["matrix"]), generator=t.random)
     t.model["matrix"].data = t.model["matrix"].data[order]
     state = t.optimizer.state[t.model["matrix"]]
     for key in MOMENTS:
@@ -271,7 +282,7 @@ def moments_of_a_dense_optimizer(t: Training) -> None:
         t.optimizer.state[parameter] = other.state[copied]
 
 
-@way()
+@way(whole=True)
 def a_key_added(t: Training) -> None:
     for state in t.states:
         state["average"] = state["exp_avg"].clone()
@@ -314,7 +325,7 @@ def moments_in_shared_memory(t: Training) -> None:
         value.share_memory_().mul_(0.5)  # type: ignore[no-untyped-call]
 
 
-@way()
+@way(whole=True)
 def in_one_flat_tensor(t: Training) -> None:
     for key in MOMENTS:
         flat = torch.cat([state[key].reshape(-1) for state in t.states]) * 0.5
@@ -347,7 +358,7 @@ def _strides(shape: torch.Size) -> list[int]:
     return [math.prod(shape[:i]) for i in range(len(shape))]
 
 
-@way()
+@way(whole=True)
 def moments_of_other_strides(t: Training) -> None:
     t.replace(lambda value: torch.empty_strided(value.shape, _strides(value.shape)).copy_(value * 0.5))
 
@@ -447,7 +458,7 @@ def groups_replaced_by_copies(t: Training) -> None:
     t.optimizer.param_groups = [{**group, "params": list(group["params"]), "lr": 0.03} for group in t.groups]
 
 
-@way()
+@way(whole=True)
 def states_swapped_between_parameters(t: Training) -> None:
     p = t.model["bias"]
     t.optimizer.state[p] = {key: value.flip(0) if value.ndim else value for key, value in t.optimizer.state[p].items()}
@@ -546,7 +557,7 @@ def a_parameter_replaced_by_another(t: Training) -> None:
     t.model["matrix"] = new
 
 
-@way(refusable=True)
+@way(whole=True, refusable=True)
 def rows_removed(t: Training) -> None:
     """The parameter stays, as when heads are pruned."""
     matrix = t.model["matrix"]
@@ -593,6 +604,8 @@ def trained(how: AsOracle | dict[str, Any], each: Way | None = None) -> Training
         if step == 3:
             t.snapshot = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
         if each is not None and step == each.at:
+            if each.whole:
+                t.make_whole()
             each.change(t)
             t.memo["state"] = copy.deepcopy(as_saved(t))
         if each is not None and each.later is not None and step == each.at + 3:
@@ -616,8 +629,13 @@ def backward(model: nn.ParameterDict, given: list[dict[str, torch.Tensor]]) -> N
 
 
 def as_saved(t: Training) -> list[dict[str, torch.Tensor]]:
-    """Return step, moments and added values of each parameter as a checkpoint has them; zeros where it has none."""
-    saved = t.optimizer.state_dict()
+    """Return step, moments and added values of each parameter as a checkpoint has them; zeros where it has none.
+
+    The moments of all ranks are on rank 0; on other ranks there are no states.
+    """
+    saved = t.optimizer.consolidate_state_dict() if t.sparse else t.optimizer.state_dict()
+    if saved is None:
+        return []
     numbers: dict[torch.Tensor, int] = {}
     for ours, its in zip(t.groups, saved["param_groups"], strict=True):
         numbers.update(zip(ours["params"], its["params"], strict=True))
@@ -625,7 +643,8 @@ def as_saved(t: Training) -> list[dict[str, torch.Tensor]]:
     for parameter in t.parameters:
         state = {"step": 0.0, **{key: torch.zeros(parameter.shape) for key in MOMENTS}}
         state |= saved["state"].get(numbers[parameter], {})
-        found.append({key: torch.as_tensor(state[key]).detach().double() for key in state if key != "last_step"})
+        own = "last_step", "compensation"
+        found.append({key: torch.as_tensor(state[key]).detach().double() for key in state if key not in own})
     return found
 
 
@@ -637,7 +656,7 @@ def differences(mine: Training, oracle: Training) -> list[str]:
         "after the change": (mine.memo["state"], oracle.memo["state"]),
         "at the end": (as_saved(mine), as_saved(oracle)),
     }.items():
-        for name, own, other in zip(SHAPES, ours, its, strict=True):
+        for name, own, other in zip(SHAPES, ours, its, strict=False):
             if own.keys() != other.keys():
                 found.append(f"the state of {name} {when} has {sorted(own)}, not {sorted(other)}")
             pairs |= {f"{key} of {name} {when}": (own[key], value) for key, value in other.items() if key in own}

@@ -170,7 +170,12 @@ def test_residuals_stay_whatever_happens_to_moments(change: str) -> None:
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
-LARGE = {"number": (), "matrix": (70, 90), "bias": (11,)}  # so that two or three ranks own some of it
+LARGE = {
+    "number": (),
+    "matrix": (70, 90),
+    "bias": (11,),
+    "nothing": (0, 3),
+}  # so that two or three ranks own some of it
 
 
 class Parts:
@@ -334,7 +339,7 @@ def test_parts_of_another_rank_are_refused() -> None:
             second.it.load_state_dict(state)
         entry = first.it.state[first.named["matrix"]]
         entry["exp_avg"] = torch.zeros(17)
-        with pytest.raises(sc.InvalidInputError, match=r"exp_avg of matrix has shape \(17,\); expected \(70, 90\), or"):
+        with pytest.raises(sc.InvalidInputError, match=r"mean of matrix has shape \(17,\); expected"):
             first.steps(1)
 
     run(2, program)
@@ -371,6 +376,25 @@ def test_moments_are_apart_with_residuals(apart_first: bool) -> None:
     run(3, program)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_resumed_training_goes_on_with_the_same_bits(apart: bool) -> None:
+    """Also if the first step after it is the first sparse one, which makes new units."""
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        first, second = (OfTorch(transport, dense_steps=3, **RULE) for _ in range(2))
+        its, ours = (each.it.residuals_apart() if apart else each.it for each in (first, second))
+        for step in range(6):
+            if step in (3, 5):
+                ours.load_state_dict(saved_and_read(its.state_dict()))
+                for name, p in first.named.items():
+                    second.named[name].data.copy_(p.detach())
+            for each in (first, second):
+                each.step(gradients(step + (each is second and step < 3), transport.rank))
+        assert bits(first) == bits(second)
+
+    run(2, program)
+
+
 @pytest.mark.parametrize("P", [1, 2])
 def test_bfloat16_weights_train_as_with_float32_copies(P: int) -> None:
     """On several ranks. A single rank rounds weights in each step."""
@@ -380,7 +404,7 @@ def test_bfloat16_weights_train_as_with_float32_copies(P: int) -> None:
         mine.steps(12)
         for p, copied in zip(mine.named.values(), mine.copies, strict=True):
             differ = (p.detach() != copied.detach().bfloat16()).sum()
-            assert differ <= p.numel() // 1000 if P > 1 else p.ndim != 2 or differ > 100
+            assert differ <= p.numel() // 1000 if P > 1 else p.numel() < 1000 or differ > 100
 
     run(P, program)
 
@@ -445,7 +469,7 @@ def test_settings_change_before_a_backward_pass_that_exchanges() -> None:
     ("key", "value", "why"),
     [
         ("exp_avg_sq", 0.0, "'float' object"),
-        ("exp_avg_sq", torch.ones(3), "exp_avg_sq of matrix has shape"),
+        ("exp_avg_sq", torch.ones(3), "squares of matrix"),
         ("exp_avg_sq", torch.full((30, 11), -1.0), "squares of matrix"),
         ("exp_avg_sq", None, "squares of matrix is missing"),
         ("exp_avg", torch.full((30, 11), torch.nan), "mean of matrix"),
