@@ -697,12 +697,12 @@ def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dic
             found[name] = first
             continue
         shape = np.shape(old[0]["residuals"][name])
-        joined = {
+        whole = {
             field: np.concatenate([np.asarray(each[field]) for each in parts]).reshape(shape)
             for field in Moments._fields
             if first[field] is not None
         }
-        found[name] = {"compensation": None, **joined, "step": first["step"]}
+        found[name] = {"compensation": None, **whole, "step": first["step"]}
     return found
 
 

@@ -200,9 +200,10 @@ class SparseAdamW:
                 prepared.commit()
                 adamw.load(moments, prepared.fields["units_lag"])
 
-            return Prepared({**prepared.common, "moments": steps}, commit)
+            shared = {"moments": steps, "units_lag": prepared.fields["units_lag"]}
+            return Prepared({**prepared.common, **shared}, commit)
 
-        self._reducer.load_with(prepare, ["moments"])
+        self._reducer.load_with(prepare, ["moments", "units_lag"])
 
     def report(self) -> str:
         """Return a table for this rank: see `Reducer.report`."""

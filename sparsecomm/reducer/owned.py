@@ -107,22 +107,22 @@ class OwnedCall(BucketCall):
         comm, gradient, bucket, backend, k = self.comm, self.contribution, self._bucket, self.plan.backend, self.plan.k
         if comm.size == 1:
             return self._step(gradient.topk(k), 0, bucket.size)
-        shares = ranges(bucket.size, max(k, bucket.owners), bucket.owners)
-        sums = sums_of_owner(comm, gradient, shares)
+        owned = ranges(bucket.size, max(k, bucket.owners), bucket.owners)
+        sums = sums_of_owner(comm, gradient, owned)
         made = Outcome(sums.part(0, 0), sums.part(0, 0), FINE)
         if comm.rank < bucket.owners:
-            begin, end, _ = shares[comm.rank]
+            begin, end, _ = owned[comm.rank]
             made = self._step(backend.divide(sums, comm.size) if self.plan.mean else sums, begin, end)
             # Positions among the updates take fewer bits than indices.
             positions = library_of(sums.indices).searchsorted(made.result.indices, made.changes.indices) + begin
             made = made._replace(changes=_at(made.changes, positions))
-        own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in shares]
+        own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in owned]
         found = []
         gathered = gather_parcels(comm, own, ROUNDS, within)
-        for owner, ((updates, changes), words), (begin, _, share) in zip(range(comm.size), gathered, shares):  # noqa: B905
+        for owner, ((updates, changes), words), (begin, _, count) in zip(range(comm.size), gathered, owned):  # noqa: B905
             (verdict,), positions = comm.checked_words(owner, words, 1), changes.indices - begin
-            if updates.nnz > share or (changes.nnz and int(positions[-1]) >= updates.nnz):
-                seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {share}"
+            if updates.nnz > count or (changes.nnz and int(positions[-1]) >= updates.nnz):
+                seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {count}"
                 raise comm.broken(owner, seen)
             found.append(Outcome(updates, _at(changes, updates.indices[positions]), verdict))
         verdict = max(outcome.verdict for outcome in found)

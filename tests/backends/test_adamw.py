@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsecomm.backends.adamw import Moments, unit_dtype, unit_exponents, units
+from sparsecomm.backends.adamw import OVERFLOWS, Moments, unit_dtype, unit_exponents, units
 from tests import data, reference
 from tests.backends.devices import Device
 
@@ -23,6 +23,13 @@ def bias(real: type[np.floating]) -> int:
 def exponents_of(n: int, real: type[np.floating], seed: int) -> np.ndarray:
     """Exponents of units from 2^-20 to 2^20."""
     return (np.random.default_rng(seed).integers(-20, 21, n) + bias(real)).astype(unit_dtype(real))
+
+
+def same(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether two arrays have the same bits, except those of NaN."""
+    return data.same_bits(
+        np.where(np.isnan(x), x.dtype.type(0), x), np.where(np.isnan(y), y.dtype.type(0), y)
+    ) and bool(np.array_equal(np.isnan(x), np.isnan(y)))
 
 
 def powers(exponents: np.ndarray, real: type[np.floating]) -> np.ndarray:
@@ -72,44 +79,91 @@ def test_add_quotient(device: Device, dtype: str, if_finite: bool) -> None:
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0, "dense"])
 def test_adamw(device: Device, dtype: str, density: float | str) -> None:
-    """Against the rule, weight by weight. A dense sum has an entry for all weights. No argument changes."""
-    real, rng, eps = carried_by(dtype), np.random.default_rng(3), carried_by(dtype)(EPS / 3)
+    """Against the rule, weight by weight. `adamw` changes no argument, and `store_adamw` only weights with an entry.
+
+    A dense sum has an entry for all weights. Some weights and moments overflow, or are not finite from the beginning.
+    """
+    real, rng, backend = carried_by(dtype), np.random.default_rng(3), device.backend
+    unit_eps, eps, largest = real(EPS), real(EPS / 3), np.finfo(real).max
+    huge = {"float16": 65504, "float64": largest}.get(dtype, 3.38e38)
     for n, step, rows in ((1, 1, 2), (700, 5, 6), (3001, 40, 16), (3001, 2**31 - 1, 3)):
         chosen = np.flatnonzero(rng.random(n) < (1 if density == "dense" else density)).astype(np.int32)
         values = rng.standard_normal(len(chosen)).astype(real)
         if density == "dense":
             values[rng.random(n) < 0.2] = 0
-        weights = data.gradient("normal", n, dtype, 4)
+        x, margin, with_changes, write = data.gradient("normal", n, dtype, 4), 4 * (n % 2), step < 9, step != 40
         mean, exponents = data.gradient("normal", n, real.__name__, 5), exponents_of(n, real, 7)
         squares = np.square(powers(exponents_of(n, real, 6), real) * real(1.3))
-        squares[rng.random(n) < 0.05] = 0
+        for array, value in ((squares, 0), (squares, largest), (mean, np.inf), (x, np.inf), (x, huge)):
+            array[rng.random(n) < 0.05] = value
         last = rng.integers(max(0, step - 30), step, n).astype(np.int32)
         last[rng.random(n) < 0.1] = 0
-        table = rng.random((rows, 6)).astype(real)
+        table = rng.random((rows, 6)).astype(real) * real(1.1)
         lost = None if n == 700 else data.gradient("normal", n, real.__name__, 8) * real(0.01)
 
-        wanted = np.empty((3, len(chosen)), real)
-        for j, (i, value) in enumerate(zip(chosen, values, strict=True)):
-            kept_mean, new_mean, kept_squares, new_squares, rate, decay = table[min(step - last[i], rows - 1)]
-            g = value * powers(exponents[i], real)
-            m = kept_mean * mean[i] + new_mean * g
-            v = kept_squares * squares[i] + new_squares * (g * g)
-            w = reference.widened(weights[i : i + 1])[0]
-            w = w if lost is None else w + lost[i]
-            wanted[:, j] = decay * w - rate * (m / (np.sqrt(v) + eps)), m, v
+        rule, wanted = table[np.minimum(step - last, rows - 1)][chosen], [each[chosen] for each in (mean, squares)]
+        unit, before = powers(exponents, real)[chosen], reference.widened(x)[chosen]
+        with np.errstate(all="ignore"):
+            g = values * unit
+            m, v = rule[:, 0] * wanted[0] + rule[:, 1] * g, rule[:, 2] * wanted[1] + rule[:, 3] * (g * g)
+            w = rule[:, 5] * (before if lost is None else before + lost[chosen]) - rule[:, 4] * (m / (np.sqrt(v) + eps))
+            change, root = w - before, np.sqrt(v) + unit_eps
+            signs = np.where(root * real(0.75) >= 2 * unit, 1, np.where(root * real(1.5) < unit, -1, 0)).astype(np.int8)
+            limit = device.tensor(x).dtype.rounds_to_infinity
+            fits = (abs(w) + real(margin) * abs(change) < limit) | ~np.isfinite(before)
+            signs[~(np.isfinite(m) & np.isfinite(v) & fits)] = OVERFLOWS
 
-        arrays = weights, mean, squares, last, exponents
-        before = [array.copy() for array in arrays]
-        kept = None if lost is None else device.array(lost)
-        moments = Moments(device.array(mean), device.array(squares), device.array(last), kept)
+        arrays = x, mean, squares, last, exponents
+        kept = None if lost is None else lost.copy()
+        theirs = [None if each is None else device.array(each) for each in (mean, squares, last, kept)]
         if density == "dense":
-            means = device.backend.nonzeros(device.array(values), (n,))
+            means = backend.nonzeros(device.array(values), (n,))
         else:
             means = device.entries(chosen, values, n)
-        found = device.backend.adamw(device.tensor(weights), moments, device.array(exponents), means, table, eps, step)
+        copies = [array.copy() for array in arrays]
+        moments, to = Moments(*theirs), device.tensor(x)
+        found = backend.adamw(
+            to, moments, device.array(exponents), means, table, unit_eps, eps, step, with_changes, margin
+        )
         device.wait()
-        for theirs, ours in zip((*found, *arrays), (*wanted, *before), strict=True):
-            assert data.same_bits(np.asarray(theirs), ours)
+        for ours, theirs in zip((w, m, v, change if with_changes else None, signs), found[:-1], strict=True):
+            assert (ours is None and theirs is None) or same(np.asarray(theirs), ours)
+        assert found.overflows == (signs == OVERFLOWS).sum()
+        assert all(data.same_bits(array, copied) for array, copied in zip(arrays, copies, strict=True))
+
+        backend.store_adamw(to, moments, means, found, step, write)
+        device.wait()
+        with np.errstate(all="ignore"):
+            copies[0][chosen] = w.astype(x.dtype) if write else x[chosen]
+            rest = w - reference.widened(copies[0])[chosen]
+        for array, new in zip(copies[1:4], (m, v, step), strict=True):
+            array[chosen] = new
+        if lost is not None:
+            lost[chosen] = np.where(np.isfinite(rest), rest, 0)
+            assert same(np.asarray(moments.compensation), lost)
+        for ours, theirs in zip(copies, (x, *moments[:3], exponents), strict=True):
+            assert same(np.asarray(theirs), ours)
+
+
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_change_units(device: Device, real: type[np.floating]) -> None:
+    """Residuals keep their values, if they do not overflow; exponents move by one."""
+    rng, largest = np.random.default_rng(2), np.finfo(real).max
+    for n in (1, 5000):
+        index = np.flatnonzero(rng.random(n) < 0.4).astype(np.int32)
+        signs = rng.choice([-1, 1], len(index)).astype(real)
+        exponents, r = exponents_of(n, real, 5), data.gradient("normal", n, real.__name__, 6)
+        for value in (0, largest, -largest, np.finfo(real).tiny):
+            r[rng.random(n) < 0.1] = value
+        expected = r.copy(), exponents.copy()
+        with np.errstate(over="ignore"):
+            expected[0][index] = np.clip(r[index] * np.where(signs > 0, real(0.5), real(2)), -largest, largest)
+        expected[1][index] = exponents[index] + signs.astype(np.int64)
+        units = device.array(exponents)
+        device.backend.change_units(device.tensor(r), units, device.entries(index, signs, n))
+        device.wait()
+        assert data.same_bits(r, expected[0])
+        assert data.same_bits(np.asarray(units), expected[1])
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)

@@ -57,7 +57,7 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
     kept, exponents = Moments(VALUES, VALUES, INDICES, VALUES), np.ones(6, np.uint8)
 
     def adamw(units: np.ndarray = exponents, **changes: np.ndarray) -> None:
-        BACKEND.adamw(dense, kept._replace(**changes), units, fine, TABLE, 1.0, 1)
+        BACKEND.adamw(dense, kept._replace(**changes), units, fine, TABLE, 1.0, 1.0, 1, True, 4.0)
 
     arrays = [
         (lambda a: BACKEND.add(VALUES.copy(), a), VALUES),

@@ -14,6 +14,7 @@ from sparsecomm.transport import simulated
 
 SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in the order in which a Reducer has them
 Arrays = dict[str, np.ndarray]
+MIN_OWNED = 80  # elements of an owner, so that 5 ranks have 4 owners of these weights
 
 
 def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:

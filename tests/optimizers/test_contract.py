@@ -25,10 +25,11 @@ def ranks_of(make: Any, P: int) -> int:
 
 
 def check_equal(optimizers: list[OfArrays]) -> None:
-    """Weights are the same on all ranks, bit for bit."""
+    """Weights and units are the same on all ranks, bit for bit."""
     first, *others = optimizers
     for other in others:
         assert all(data.same_bits(other.weights[name], first.weights[name]) for name in SHAPES)
+        assert all(data.same_bits(other.units[name], first.units[name]) for name in SHAPES)
 
 
 @every_adapter

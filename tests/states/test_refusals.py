@@ -171,10 +171,24 @@ ADAMW = {
     "the past": Damage(filled("moments", "bias", "last", value=-1, at=3), "last of bias: expected finite numbers"),
     "the future": Damage(filled("moments", "bias", "last", value=99), "last of bias: expected finite numbers"),
     "floats": Damage(moment("bias", last=np.zeros(5)), "whole numbers of shape"),
-    "one rank": Damage(filled("moments", "bias", "mean", value=0.5, at=0), "rank 0 and rank 1 differ in moments"),
+    "another part": Damage(
+        moment("bias", part=[1, 5]), r"elements 1 to 5 of bias, and this rank keeps 0 to 5; .*reshard"
+    ),
+    "no part": Damage(moment("bias", part=None, mean=np.zeros(6)), r"mean of bias has shape \(6,\)"),
+    "compensation": Damage(
+        filled("moments", "bias", "compensation", value=np.inf, at=0), "compensation of bias: expected"
+    ),
+    "units of one rank": Damage(filled("units", "bias", value=9, at=1), "rank 0 and rank 1 differ in units"),
+    "units of zero": Damage(
+        filled("units", "bias", value=0, at=1), r"units\['bias'\]: expected exponents from 1 to 254"
+    ),
+    "fewer units": Damage(removed("units", "bias"), r"units\['bias'\] are object"),
+    "no units": Damage(with_(units={}), "it has no units, and only a part of the moments"),
+    "lag of one rank": Damage(with_(units_lag=True), "rank 0 and rank 1 differ in units_lag"),
 }
+ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in ADAMW.items()}  # the only owner of so few weights
 TORCH_ADAMW = {
-    "shape": Damage(lambda s: s["state"][1].update(exp_avg=_torch().zeros(3)) or s, "mean of bias has shape"),
+    "shape": Damage(lambda s: s["state"][1].update(exp_avg=_torch().zeros(3)) or s, "(mean|exp_avg) of bias has shape"),
     "no field": Damage(removed("state", 1, "exp_avg_sq"), "squares of bias is missing"),
     "NaN": Damage(filled("state", 0, "exp_avg_sq", value=np.nan, at=-2), "squares of weight: expected finite numbers"),
     "the future": Damage(filled("state", 0, "last_step", value=99), "numbers from 0 to 3"),
@@ -183,7 +197,7 @@ TORCH_ADAMW = {
     "no units": Damage(nested("sparsecomm", with_(units={})), r"differ in units"),
     "no residuals": Damage(removed("sparsecomm"), "a plain optimizer saved it"),
 }
-TORCH_ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in TORCH_ADAMW.items()}  # the only owner
+TORCH_ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in TORCH_ADAMW.items()}
 
 
 def _torch() -> Any:
