@@ -524,27 +524,29 @@ class LazyAdamW:
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Divide the moments among the ranks of a new communicator. Collective.
 
-        Ranks that join, or all if the ranks were in different steps, take step counts and units from the first rank
-        that is not new. The moments of lost ranks become zeros, and the squares of sqrt(2) units. Units do not follow
-        dense steps; then second moments become the mean of the tensor's others.
+        All ranks take step counts and units from the first rank that is not new, among those that have moments. The
+        moments of lost ranks become zeros, and the squares of sqrt(2) units. Units do not follow dense steps; then
+        second moments become the mean of the tensor's others.
         """
         size, rank = transport.size, transport.rank
         if rank in rebuilt.ranks_joined:
             self.adopt({}, {})
-        root = next(each for each in range(size) if each not in rebuilt.ranks_joined)
-        counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
+        shared = {}  # by rank; ranks that were lost in an opening call leave some ranks with moments, and some without
+        for each in range(size):
+            shared[each] = np.array([(name in self.moments, step) for name, step in self.steps.items()], np.int64)
+            _broadcast(shared[each], each, transport)
+        stayed = [each for each in range(size) if each not in rebuilt.ranks_joined]
+        root = max(stayed, key=lambda each: int(shared[each][:, 0].sum()))
         units_lag = np.array([self.units_lag])
-        _broadcast(counts, root, transport)
         _broadcast(units_lag, root, transport)
-        steps = dict(zip(self.specs, counts[:, 1].tolist(), strict=True))
-        begun = [name for name, here in zip(self.specs, counts[:, 0], strict=True) if here]
-        if rebuilt.ranks_joined or rebuilt.steps_apart:
-            for name in begun:
-                exponents, bucket = self._reducer.exponents(name), self._reducer.bucket(name)
-                with self.on_stream(self.specs[name]), bucket.on_stream(None):
-                    host = to_host(exponents)
-                    _broadcast(host, root, transport)
-                    _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
+        steps = dict(zip(self.specs, shared[root][:, 1].tolist(), strict=True))
+        begun = [name for name, here in zip(self.specs, shared[root][:, 0], strict=True) if here]
+        for name in begun:
+            exponents, bucket = self._reducer.exponents(name), self._reducer.bucket(name)
+            with self.on_stream(self.specs[name]), bucket.on_stream(None):
+                host = to_host(exponents)
+                _broadcast(host, root, transport)
+                _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
         moments, lost = {}, 0
         for name in begun:
             with self.on_stream(self.specs[name]):
