@@ -63,6 +63,7 @@ class Bucket:
         owners: with `Settings.owned`, the number of ranks that own elements: the first ones.
         exponents: with `Settings.owned`, the exponents of units, which are the same on all ranks: see
             `sparsecomm.backends.adamw.unit_exponents`; else empty. ``exponents_of``: flat views by name.
+        units_lag: dense steps have changed the owners' moments, but not yet the units; the same on all ranks.
         missing: names of tensors for which `take` was not called in this step.
         outs: this step's outputs for sums by name.
         last_gradient: the gradient that was taken last in this step.
@@ -89,6 +90,7 @@ class Bucket:
         self.residuals = self.views(self.residual)
         self.velocities = self.views(self._state[1]) if settings.momentum else {}
         self.exponents_of = self.views(self.exponents) if settings.owned else {}
+        self.units_lag = False
         self.owners = min(num_ranks, max(1, self.size // _MIN_OWNED))
         self._plan_key, self._plan_density = object(), 0.0
         self.last_plan: Plan | None = None

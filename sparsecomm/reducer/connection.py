@@ -116,8 +116,10 @@ class Buckets:
             {name: bucket.exponents_of[name] for name, bucket in buckets if bucket.exponents_of},
         )
 
-    def fill(self, *arrays: Mapping[str, Array]) -> None:
+    def fill(self, *arrays: Mapping[str, Array], units_lag: bool) -> None:
         """Set the arrays of `arrays` to flat arrays by name, in host memory or on the tensors' devices."""
+        for bucket in self.all:
+            bucket.units_lag = units_lag
         with self.on_current_stream():
             for ours, theirs in zip(self.arrays(), arrays, strict=True):
                 for name, view in ours.items():
@@ -193,7 +195,8 @@ class Connection:
         buckets = Buckets(self.specs, self.settings, self._backends, number, bucket_bytes, transport.size)
         if keep:
             with self.buckets.on_current_stream():
-                buckets.fill(*self.buckets.arrays())
+                lag = any(bucket.units_lag for bucket in self.buckets.all)
+                buckets.fill(*self.buckets.arrays(), units_lag=lag)
         queue.users = max(queue.users, number + 1)
         self.queue, self.number, self.buckets = queue, number, buckets
         self._comm, self.transport = comm, transport

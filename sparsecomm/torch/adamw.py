@@ -445,7 +445,7 @@ class AdamWExchange(AutogradExchange):
             found = self._found(name, entry, tuple(found.get("part", part)))
         eps = None if not spec.size or self._has_units(name, prepared) else self.rules()[name].eps
         moments, count, exponents = read_moments(found, spec, part, eps)
-        with self.adamw.on_stream(spec):
+        with self.adamw.on_stream(name):
             if exponents is not None:
                 bucket.exponents_of[name][:] = from_host(exponents, bucket.exponents_of[name])
             used = {**entry, "step": _step_tensor(count)}
@@ -523,7 +523,7 @@ class AdamWExchange(AutogradExchange):
     def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
         super().on_state_loaded(prepared)
         self._weights, self._adopted = None, {}
-        self.adamw.adopt({}, {}, prepared.fields["units_lag"] if prepared else self.adamw.units_lag)
+        self.adamw.adopt({}, {})
         self.adopt_state()
 
     def state_dict(self) -> StateDict:
@@ -533,7 +533,6 @@ class AdamWExchange(AutogradExchange):
             self.adopt_state()
         adamw = self.adamw
         adamw.check_complete()
-        state["units_lag"] = adamw.units_lag
         for name in adamw.moments:
             tensors = self._adopted[name].tensors[1:]  # the optimizer may be gone
             flat = [None if t is None else local(t).cpu().view(-1) for t in tensors]
@@ -582,7 +581,7 @@ class AdamWExchange(AutogradExchange):
         adamw.check_complete()
         for name in adamw.moments:
             entry, spec = self.optimizer.state[self.named[name]], adamw.specs[name]
-            with adamw.on_stream(spec):
+            with adamw.on_stream(name):
                 whole, _ = adamw.gather(name, self.reducer.transport)
                 if self.reducer.transport.rank == to:
                     tensors = self._zeros(name, (0, spec.size), bool(whole.compensation.any()))
