@@ -18,7 +18,6 @@ from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
-from sparsecomm.reducer.owned import Owner
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Device, TensorSpec, from_host, to_host
@@ -138,7 +137,7 @@ class Connection:
     """A reducer's connection to the ranks of a communicator, made when the reducer first needs them.
 
     Attributes:
-        specs, settings, owner: the reducer's tensors, options, and owner: see `Reducer.own`.
+        specs, settings: the reducer's tensors and options.
         transport: ``None`` before `connect` or `move`; the attributes below do not exist then.
         queue: makes the reducer's calls.
         number: number of this reducer among the reducers that use the queue.
@@ -149,10 +148,8 @@ class Connection:
     number: int
     buckets: Buckets
 
-    def __init__(
-        self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings, owner: Owner | None = None
-    ) -> None:
-        self.specs, self.settings, self._comm, self.owner = specs, settings, comm, owner
+    def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
+        self.specs, self.settings, self._comm = specs, settings, comm
         self.transport: Transport | None = None
         self._backends = Backends()  # for all work outside calls
 
