@@ -81,11 +81,6 @@ def coefficients(
     return kept_mean, new_mean / waited, kept_squares, new_squares / waited, lr * waited * correction, decay
 
 
-def step_eps(eps: float, beta2: float, t: int) -> Any:
-    """Return eps in step ``t`` for the root of a second moment without bias correction."""
-    return eps * np.sqrt(_power(1 - beta2, t)[1])
-
-
 def _power(x: float, exponent: Any) -> tuple[Any, Any]:
     """Return (1 - x)^exponent, and 1 minus that, in float64, as `torch.optim.AdamW` does."""
     power = np.power(1 - x, exponent)
@@ -120,12 +115,15 @@ class AdamWRule(NamedTuple):
             raise InvalidInputError(f"lr={rate!r} times weight_decay={decay!r} is {rate * decay:g}: must be below 1")
         return cls(rate, (powers[0], powers[1]), tiny, decay, bool(maximize))
 
-    def table(self, t: int, dtype: np.dtype[Any]) -> Array:
-        """Return `coefficients` in step ``t``, with a row for each wait from 0 (treated as 1) to ``t`` steps."""
+    def table(self, t: int, dtype: np.dtype[Any]) -> tuple[Array, float]:
+        """Return `coefficients` in step ``t``, with a row for each wait from 0 (treated as 1) to ``t`` steps, and eps.
+
+        This eps is for the root of a second moment without bias correction.
+        """
         size = min(t, _MAX_WAIT) + 1
         waited = np.maximum(np.arange(size, dtype=np.float64), 1)
         rows = coefficients(waited, float(t), self.lr, self.betas, self.weight_decay)
-        return np.stack(rows, axis=1).astype(dtype)
+        return np.stack(rows, axis=1).astype(dtype), self.eps * np.sqrt(_power(1 - self.betas[1], t)[1])
 
 
 class _Made(NamedTuple):
@@ -165,7 +163,7 @@ class LazyAdamW:
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
         self._weights: Mapping[str, object] = {}  # weights and rules of the open step
         self._rules: Mapping[str, AdamWRule] = {}
-        self._tables: dict[tuple[AdamWRule, str, int], Array] = {}  # coefficients of the open step
+        self._tables: dict[tuple[AdamWRule, str, int], tuple[Array, float]] = {}  # of the open step
         reducer.own(self)
         self.adopt({}, {})
 
@@ -235,7 +233,10 @@ class LazyAdamW:
         """Begin a step, unless it has begun. If a check is due, compare weights and units between the ranks."""
         reducer = self._reducer
         if not reducer.pending:
-            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
+            reducer.check_weights(
+                self._check_every,
+                lambda: {**replicated, **{f"{name}.unit": reducer.exponents(name) for name in self.moments}},
+            )
             if reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
@@ -363,21 +364,12 @@ class LazyAdamW:
         key = rule, spec.accumulator.name, t
         if key not in self._tables:
             self._tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
-        exponents, eps = self._reducer.exponents(name)[part.begin : part.end], step_eps(rule.eps, rule.betas[1], t)
+        (table, eps), exponents = self._tables[key], bucket.exponents_of[name][part.begin : part.end]
         margin = 4 if sparse and bucket.owners > 1 else 0  # rounding changes an update by less
-        results = backend.adamw(
-            self._part_of(part),
-            self.moments[name],
-            exponents,
-            entries,
-            self._tables[key],
-            rule.eps,
-            eps,
-            t,
-            sparse,
-            margin,
+        numbers = table, rule.eps, eps, t, sparse, margin
+        return _Made(
+            name, entries, backend.adamw(self._part_of(part), self.moments[name], exponents, entries, *numbers)
         )
-        return _Made(name, entries, results)
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -573,10 +565,6 @@ class LazyAdamW:
                 _broadcast(values, rank, transport)
             found[begin:end] = True
         return whole, found
-
-    def replicated(self) -> dict[str, Array]:
-        """Return the exponents of all units by name. They must be equal on all ranks."""
-        return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
 
 
 def filled(moments: Moments, host: Iterable[Array | None]) -> Moments:

@@ -515,8 +515,8 @@ class AdamWExchange(AutogradExchange):
                 self.optimizer.state[parameter] = {"step": _step_tensor(0)}
                 self._note(name)
 
-    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
-        super().on_state_loaded(prepared)
+    def on_state_loaded(self) -> None:
+        super().on_state_loaded()
         self._weights, self._adopted = None, {}
         self.adamw.adopt({}, {})
         self.adopt_state()

@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -329,13 +330,12 @@ class GradientExchange(TrainedParameters):
             prepared.commit()
             self._scale, self.step_failed = scale, False
             self._reset(exchanged=False)
-            self.on_state_loaded(prepared)
+            self.on_state_loaded()
 
-        together = {**prepared.common, "loss_scale": scale or 0.0}
-        return PreparedState(together, commit, prepared.fields, buckets=prepared.buckets)
+        return replace(prepared, common={**prepared.common, "loss_scale": scale or 0.0}, commit=commit)
 
-    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
-        """Let the next step compare the weights again. ``prepared``: the reducer's state, if it was loaded too."""
+    def on_state_loaded(self) -> None:
+        """Let the next step compare the weights again."""
         self._reducer.weights_checked, self.num_steps = None, 0
 
 
@@ -405,8 +405,8 @@ class SparseState(GradientExchange):
         self._reset_pass()
         return rebuilt
 
-    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
-        super().on_state_loaded(prepared)
+    def on_state_loaded(self) -> None:
+        super().on_state_loaded()
         self._reset_pass()
 
     def __repr__(self) -> str:
