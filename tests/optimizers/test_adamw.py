@@ -676,6 +676,27 @@ def test_moments_of_a_lost_rank_are_made_from_units(density: float, caplog: pyte
 
 
 @pytest.mark.parametrize("behind", [0, 1])
+def test_a_refresh_of_units_that_failed_on_a_rank_is_made_again(behind: int) -> None:
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=lambda step: 1.0 if step < 3 else 0.3)
+        for step in range(3):
+            optimizer.step(gradients(step, transport.rank))
+        kept = copy.deepcopy([(bucket.exponents, bucket.residual) for bucket in optimizer.reducer.buckets])
+        optimizer._adamw._refresh_units(optimizer._rules())
+        for bucket, (exponents, residual) in zip(optimizer.reducer.buckets, kept, strict=True):
+            assert not data.same_bits(bucket.exponents, exponents)
+            if transport.rank == behind:  # as if its call had failed
+                bucket.exponents[:], bucket.residual[:], bucket.units_lag = exponents, residual, True
+        optimizer.rebuild(transport)
+        for step in range(3, 6):
+            assert optimizer.step(gradients(step, transport.rank)).usable
+        return mine, optimizer.state_dict()
+
+    check_equal(run(2, program))
+
+
+@pytest.mark.parametrize("behind", [0, 1])
 def test_ranks_that_are_a_step_apart_go_on_together(behind: int) -> None:
     def begin(transport: simulated.SimulatedTransport) -> Any:
         mine = weights()
