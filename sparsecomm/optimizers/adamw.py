@@ -316,17 +316,16 @@ class LazyAdamW:
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
     ) -> SparseStep:
         made = [self._step(backend, bucket, part, entries) for part, entries in zip(parts, sums, strict=True)]
+        signs = [each.results.signs for each in made]
         if any(each.results.overflows for each in made):
-            xp, values = library_of(sums[0].values), [entries.values for entries in sums]
-            finite = all(backend.finite(backend.as_tensor(each, each.shape)) for each in values)
-            overflows = [each.results.signs == OVERFLOWS for each in made]
-            changes = [xp.where(where, each.dtype.type(1), 0) for where, each in zip(overflows, values, strict=True)]
-            return SparseStep(
-                changes, [xp.zeros_like(where, np.int8) for where in overflows], OVERFLOW if finite else NOT_FINITE
-            )
+            finite = all(backend.finite(backend.as_tensor(each.values, each.values.shape)) for each in sums)
+            overflows = [
+                (where == OVERFLOWS).astype(each.values.dtype) for where, each in zip(signs, sums, strict=True)
+            ]
+            return SparseStep(overflows, [0 * each for each in signs], OVERFLOW if finite else NOT_FINITE)
         self._made[bucket] = made
-        changes = [each.results.changes for each in made]
-        return SparseStep(changes, [each.results.signs for each in made], FINE)
+        changes: Any = [each.results.changes for each in made]
+        return SparseStep(changes, signs, FINE)
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
@@ -384,11 +383,10 @@ class LazyAdamW:
         if not done.usable:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
                 if outcome.verdict == OVERFLOW:
-                    result: Any = outcome.result
+                    found = outcome.result
                     with bucket.on_stream(None):
-                        xp = library_of(bucket.residual)
-                        dense = isinstance(result, DenseSum)
-                        bucket.residual[xp.isnan(result.dense) if dense else result.indices] = 0
+                        which = np.isnan(found.dense) if isinstance(found, DenseSum) else found.indices
+                        bucket.residual[which] = 0  # with CuPy's arrays, NumPy calls CuPy
             self._made, self._outcomes, self.done = {}, {}, done
             _log_skipped(done.number, done.cause)
             return
@@ -619,7 +617,7 @@ def read_moments(
         part: the begin and the end of the part.
         eps: if not ``None``, compute the exponents of units from the second moments of the whole tensor.
     """
-    name, own = spec.name, slice(*part)
+    name = spec.name
     with reading(f"moments of {name}", "mean, squares, last and step"):
         step, last, saved_part = saved["step"], saved["last"], saved.get("part")
         if not is_count(step):
@@ -646,7 +644,7 @@ def read_moments(
             low, high = lowest[field], step if field == "last" else max_
             if array.size and not low <= array.min() <= array.max() <= high:
                 raise InvalidInputError(f"state: {field} of {name}: expected finite numbers from {low:g} to {high:g}")
-        last, exponents = last.astype(np.int32).reshape(-1), None
+        arrays["last"], exponents = last.astype(np.int32).reshape(-1), None
         if eps is not None:
             if saved_part is not None:
                 raise InvalidInputError(
@@ -654,15 +652,10 @@ def read_moments(
                     "its residuals, or for PyTorch what consolidate_state_dict() returned"
                 )
             exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
-            arrays["squares"][(last == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
-        last, found = (
-            (last, arrays)
-            if saved_part is not None
-            else (last[own], {field: array[own] for field, array in arrays.items()})
-        )
-        return SavedMoments(
-            Moments(found["mean"], found["squares"], last, found.get("compensation")), int(step), exponents
-        )
+            arrays["squares"][(arrays["last"] == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
+        own = slice(*part) if saved_part is None else slice(None)
+        own_arrays: Any = [arrays[field][own] if field in arrays else None for field in Moments._fields]
+        return SavedMoments(Moments(*own_arrays), int(step), exponents)
 
 
 def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:

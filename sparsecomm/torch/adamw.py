@@ -15,8 +15,8 @@ import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.checks import quote, to_bool, to_int, with_options
-from sparsecomm.errors import InvalidInputError, did_you_mean
+from sparsecomm.checks import check_options, quote, to_bool, to_int, with_options
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, filled, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket
@@ -122,6 +122,7 @@ class SparseAdamW(SparseOptimizer):
         overlap: bool = False,
         **options: Unpack[AdamWOptions],
     ) -> None:
+        check_options(SparseAdamW, options)
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
         defaults |= {"differentiable": differentiable, "fused": fused}
@@ -136,12 +137,6 @@ class SparseAdamW(SparseOptimizer):
                 stacklevel=2,
             )
         self.overlap = to_bool("overlap", overlap)
-        if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
-            known = [*defaults, "density", "dense_steps", "overlap", *AdamWOptions.__annotations__]
-            raise InvalidInputError(
-                f"{unknown[0]} is not an option of SparseAdamW; expected some of {', '.join(known)}"
-                f"{did_you_mean(unknown[0], known)}"
-            )
         super().__init__(groups, defaults)
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
         self._exchange.model = model
