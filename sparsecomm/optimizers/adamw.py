@@ -456,7 +456,7 @@ class LazyAdamW:
 
     def check_complete(self) -> None:
         """Check that the moments can be saved: no update was interrupted, and all moments are finite."""
-        if self._unfinished is not None:
+        if self.unfinished is not None:
             raise InvalidInputError(
                 "a step of AdamW was interrupted, or failed, before it changed all weights; call step() again to "
                 "complete it"
@@ -473,14 +473,14 @@ class LazyAdamW:
                         )
 
     @property
-    def _unfinished(self) -> Step | None:
+    def unfinished(self) -> Step | None:
         """The outcome of the reducer's last step, if an interrupt prevented its update."""
         last = self._reducer.last
         return None if last is self.done or not self._outcomes else last
 
     def complete(self) -> None:
         """Make an update that an interrupt prevented. Call it before `Reducer.rebuild`."""
-        if (step := self._unfinished) is not None:
+        if (step := self.unfinished) is not None:
             self.update(self._weights, step)
 
     def load(self, saved: Mapping[str, SavedMoments]) -> None:

@@ -118,13 +118,11 @@ class SparseAdamW:
             raise InvalidInputError(
                 f"gradients: {listed(unknown)} are no names of the {len(self.weights)} weights, {listed(self.weights)}"
             )
-        adamw, reducer, rules = self._adamw, self._reducer, self._rules()
+        adamw, rules = self._adamw, self._rules()
         for name, gradient in gradients.items():  # before anything is sent
             if gradient is not None:
                 adamw.specs[name].tensor(gradient, name)
-        done = reducer.last
-        if done is None or done is adamw.done:  # otherwise an interrupt prevented the update by `done`
-            done = adamw.exchange(gradients, self.weights, self.weights, rules)
+        done = adamw.unfinished or adamw.exchange(gradients, self.weights, self.weights, rules)
         if not adamw.missing:
             adamw.update(self.weights, done)
         return done
