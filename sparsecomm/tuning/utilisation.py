@@ -48,8 +48,8 @@ _FOREGROUND_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the 
 _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
 # SparseAdamW with its selection, on one rank, and fused AdamW, which it replaces: 56.0 and 18.3 ms for 25.6M weights
-# (bench/results/training-adamw-work.txt). On P ranks it takes the share of this time that it has of the bytes read: 20.1
-# + 32.2/P of 43 bytes per weight, because owners divide a part of the work (docs/reports/adamw.md).
+# (bench/results/training-adamw-work.txt). On P ranks, owners divide a part of the work: times are proportional to the
+# bytes read, 43 per weight on one rank, and 20.1 + 32.2/P on P ranks (docs/reports/adamw.md).
 _ADAMW_PASSES, _FUSED_PASSES = 5.5, 1.8
 _ON_ALL, _AT_OWNERS = 20.1 / 43, 32.2 / 43
 # Passes per cache line of 16 elements with a selected entry: 40 ns for gradient, residual and sum. Fitted to `double`
