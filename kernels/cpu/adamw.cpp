@@ -36,9 +36,9 @@ Accumulator smallest_unit(const UnitExponent<Accumulator>* exponents, size_t siz
     std::atomic<int32_t> highest{INT32_MIN};
     ranges(size, threads, [&](size_t begin, size_t end) {
         const auto* exponent = exponents;
-        auto least = exponent[begin];
-        for (size_t i = begin; i < end; i++) least = exponent[i] < least ? exponent[i] : least;
-        raise(highest, -int32_t(least));
+        auto lowest = exponent[begin];
+        for (size_t i = begin; i < end; i++) lowest = exponent[i] < lowest ? exponent[i] : lowest;
+        raise(highest, -int32_t(lowest));
     });
     return unit_of<Accumulator>(UnitExponent<Accumulator>(-highest));
 }

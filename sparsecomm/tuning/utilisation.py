@@ -140,8 +140,8 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
         foreground = (_DENSE_PASSES if dense else _FOREGROUND_PASSES) * costs.add * n
         background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
     elif exchange.adamw:
-        share = _ON_ALL + _AT_OWNERS / training.ranks
-        foreground = max(0.0, (_ADAMW_PASSES * share - _FUSED_PASSES) * costs.add - costs.select) * n
+        passes = _ADAMW_PASSES * (_ON_ALL + _AT_OWNERS / training.ranks) - _FUSED_PASSES
+        foreground = max(0.0, passes * costs.add - costs.select) * n
     else:
         touched = 0.0 if dense else _LINE_PASSES * (1 - (1 - exchange.density) ** _LINE) / _LINE
         foreground = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
