@@ -163,7 +163,7 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
                     const Accumulator unit = unit_of<Accumulator>(exponent[element(j)]);
                     const bool fits = std::abs(block.weight[j]) + moves * std::abs(moved) < below || !(std::abs(before[j]) <= MAX);
                     const bool usable = std::abs(block.mean[j]) <= MAX && block.square[j] <= MAX && fits;
-                    // unit <= floor_power_of_two(root * 0.75) / 2, and so on: see _unit_changes in sparsecomm/optimizers/adamw.py
+                    // unit <= floor_power_of_two(root * 0.75) / 2, and so on: see Backend.adamw
                     const int8_t sign = int8_t(root * Accumulator(0.75) >= 2 * unit) - int8_t(root * Accumulator(1.5) < unit);
                     to.signs[from + j] = usable ? sign : AdamWResults::OVERFLOWS;
                     found += !usable;
