@@ -32,14 +32,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends import Backend, Backends, default_float_mode
+from sparsecomm.backends import Backend, default_float_mode
 from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, unit_exponents, units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
@@ -51,7 +51,7 @@ from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, Sparse
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
-from sparsecomm.states.schema import common, is_count, per_rank
+from sparsecomm.states.schema import is_count, per_rank
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
@@ -148,7 +148,6 @@ class LazyAdamW:
             default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
-        units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
     """
 
     def __init__(
@@ -161,9 +160,6 @@ class LazyAdamW:
         """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
         self.specs = specs_of(weights)
         self._reducer, self._check_every = reducer, check_every
-        backends = Backends()
-        self._backends = {spec.device: backends.of(spec.device) for spec in self.specs.values()}
-        self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
         self.new_moments = new_moments or self._new
         self.done: Step | None = None
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
@@ -173,14 +169,13 @@ class LazyAdamW:
         reducer.own(self)
         self.adopt({}, {})
 
-    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int], units_lag: bool = False) -> None:
+    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
         self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
-        self.units_lag = units_lag
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
@@ -191,13 +186,13 @@ class LazyAdamW:
         """Return the begin and the end of this rank's part of a tensor."""
         return self._reducer.bucket(name).part(name, self._reducer.transport.rank)
 
-    def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
+    def on_stream(self, name: str) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor, on the current stream."""
-        return self._timelines[spec.device].on_stream(None)
+        return self._reducer.bucket(name).on_stream(None)
 
     def _new(self, name: str, compensated: bool) -> Moments:
         spec, (begin, end) = self.specs[name], self.part(name)
-        backend, real = self._backends[spec.device], spec.accumulator.accumulator
+        backend, real = self._reducer.bucket(name).backend, spec.accumulator.accumulator
         mean, squares, last = (backend.zeros(end - begin, dtype) for dtype in (real, real, np.int32))
         return Moments(mean, squares, last, backend.zeros(end - begin, real) if compensated else None)
 
@@ -241,7 +236,7 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            if self.units_lag and reducer.density < 1:
+            if reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
             self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
@@ -296,7 +291,7 @@ class LazyAdamW:
         for spec, square in zip(specs, mean, strict=True):
             name, rule, real = spec.name, rules[spec.name], np.dtype(spec.accumulator.accumulator)
             start = np.array([START * (1 - rule.betas[1]) * square], real)
-            with self.on_stream(spec):
+            with self.on_stream(name):
                 moments[name] = self.new_moments(name, self._reducer.transport.size > 1)
                 self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
         self.moments |= moments
@@ -410,7 +405,6 @@ class LazyAdamW:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
-        self.units_lag = self.units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
@@ -421,56 +415,52 @@ class LazyAdamW:
             updates = [] if alone else bucket.split(bucket.backend, outcome.result)
             for spec, update in zip(bucket.tensors, updates, strict=False):
                 if spec.name not in done.without_gradient:
-                    yield partial(self._add, spec, weights[spec.name], update)
+                    yield partial(self._add, bucket, spec, weights[spec.name], update)
             for new in self._made.get(bucket, ()):
-                yield partial(self._keep, weights[new.name], new, alone)
+                yield partial(self._keep, bucket, weights[new.name], new, alone)
             yield partial(self._change_units, bucket, outcome)
 
-    def _add(self, spec: TensorSpec, weight: object, update: SparseVector) -> None:
+    def _add(self, bucket: Bucket, spec: TensorSpec, weight: object, update: SparseVector) -> None:
         """Add a sparse update to a weight, or set it to new values."""
-        t, backend = spec.tensor(weight, spec.name, writable=True), self._backends[spec.device]
-        with self._timelines[spec.device].on_stream(t):
+        t = spec.tensor(weight, spec.name, writable=True)
+        with bucket.on_stream(t):
             if isinstance(update, DenseSum):
-                backend.cast_into(update.dense, t)
+                bucket.backend.cast_into(update.dense, t)
             else:
-                backend.scatter_add(t, update)
+                bucket.backend.scatter_add(t, update)
 
-    def _keep(self, weight: object, new: _Made, write: bool) -> None:
+    def _keep(self, bucket: Bucket, weight: object, new: _Made, write: bool) -> None:
         """Store the new moments of this rank's part of a weight, and with ``write`` the new weights."""
-        spec, moments, (begin, end) = self.specs[new.name], self.moments[new.name], self.parts[new.name]
-        t, backend = spec.tensor(weight, spec.name, writable=True).part(begin, end), self._backends[spec.device]
-        with self._timelines[spec.device].on_stream(t):
-            backend.store_adamw(t, moments, new.entries, new.results, self.steps[new.name] + 1, write)
+        name, entries, results = new
+        t = self.specs[name].tensor(weight, name, writable=True).part(*self.parts[name])
+        with bucket.on_stream(t):
+            bucket.backend.store_adamw(t, self.moments[name], entries, results, self.steps[name] + 1, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
-        """Double or halve the units of some weights, and convert their residuals."""
+        """Double or halve the units of some weights, and convert their residuals. After a dense step, units lag."""
+        bucket.units_lag = bucket.units_lag or isinstance(outcome.result, DenseSum)
         with bucket.on_stream(None):
             residual = bucket.backend.as_tensor(bucket.residual, (bucket.size,))
             if not isinstance(outcome.result, DenseSum):
                 bucket.backend.change_units(residual, bucket.exponents, outcome.changes)
 
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
-        """Make all units those of the owners' second moments above zero, after dense steps. Collective."""
-        found = []
+        """Make units that lag those of the owners' second moments above zero. Collective."""
         for i, bucket in enumerate(self._reducer.buckets):
-            exponents, rank = bucket.exponents, self._reducer.transport.rank
+            if not bucket.units_lag:
+                continue
             with bucket.on_stream(None):
                 own = bucket.backend.zeros(bucket.size, np.float32)
-                begin = bucket.size * rank // bucket.owners
-                for part in bucket.parts(rank):
-                    moments, name = self.moments[part.spec.name], part.spec.name
-                    xp, eps = library_of(moments.mean), moments.mean.dtype.type(rules[name].eps)
-                    new = unit_exponents(xp, moments.squares, eps)
-                    old = self._reducer.exponents(name)[part.begin : part.end]
-                    first = begin + part.offset
-                    own[first : first + part.end - part.begin] = xp.where(moments.squares > 0, new, old)
+                views = bucket.views(own)
+                for spec, begin, end, _ in bucket.parts(self._reducer.transport.rank):
+                    squares, old = self.moments[spec.name].squares, bucket.exponents_of[spec.name][begin:end]
+                    xp, eps = library_of(squares), squares.dtype.type(rules[spec.name].eps)
+                    views[spec.name][begin:end] = xp.where(squares > 0, unit_exponents(xp, squares, eps), old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
             sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
-            found.append(sums.dense.astype(exponents.dtype))
-        for bucket, new in zip(self._reducer.buckets, found, strict=True):
             with bucket.on_stream(None):
-                _use_units(bucket.residual, bucket.exponents, new)
-        self.units_lag = False
+                _use_units(bucket.residual, bucket.exponents, sums.dense.astype(bucket.exponents.dtype))
+            bucket.units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
@@ -482,8 +472,8 @@ class LazyAdamW:
                 "complete it"
             )
         for name, moments in self.moments.items():
-            backend = self._backends[self.specs[name].device]
-            with self.on_stream(self.specs[name]):
+            backend = self._reducer.bucket(name).backend
+            with self.on_stream(name):
                 for field in ("mean", "squares"):
                     array = getattr(moments, field)
                     if not backend.finite(backend.as_tensor(array, array.shape)):
@@ -503,73 +493,64 @@ class LazyAdamW:
         if (step := self._unfinished) is not None:
             self.update(self._weights, step)
 
-    def load(self, saved: Mapping[str, SavedMoments], units_lag: bool = False) -> None:
+    def load(self, saved: Mapping[str, SavedMoments]) -> None:
         """Use the moments of a state, and its units if the reducer's state had none."""
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
-            with self.on_stream(self.specs[name]):
+            with self.on_stream(name):
                 lost = arrays.compensation is not None and bool(arrays.compensation.any())
-                moments[name] = made = self.new_moments(name, lost or self._reducer.transport.size > 1)
-                for ours, theirs in zip(made, arrays, strict=True):
-                    if ours is not None and theirs is not None:
-                        ours[:] = from_host(theirs, ours)
+                moments[name] = filled(self.new_moments(name, lost or self._reducer.transport.size > 1), arrays)
                 if exponents is not None:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
-        self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
+        self.adopt(moments, {name: its.step for name, its in saved.items()})
 
     @default_float_mode
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Divide the moments among the ranks of a new communicator. Collective.
 
-        Ranks that join, or all if the ranks were in different steps, take step counts and units from the first rank
-        that is not new. The moments of lost ranks become zeros, and the squares of sqrt(2) units. Units do not follow
-        dense steps; then second moments become the mean of the tensor's others.
+        All ranks take step counts and units from the first rank that is not new. The moments of lost ranks become
+        zeros, and the squares of sqrt(2) units. If units lag behind dense steps, these second moments become the mean
+        of the tensor's others.
         """
-        size, rank = transport.size, transport.rank
+        rank, reducer = transport.rank, self._reducer
         if rank in rebuilt.ranks_joined:
             self.adopt({}, {})
-        root = next(each for each in range(size) if each not in rebuilt.ranks_joined)
-        counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
-        units_lag = np.array([self.units_lag])
-        _broadcast(counts, root, transport)
-        _broadcast(units_lag, root, transport)
-        steps = dict(zip(self.specs, counts[:, 1].tolist(), strict=True))
-        begun = [name for name, here in zip(self.specs, counts[:, 0], strict=True) if here]
-        if rebuilt.ranks_joined or rebuilt.steps_apart:
-            for name in begun:
-                exponents, bucket = self._reducer.exponents(name), self._reducer.bucket(name)
-                with self.on_stream(self.specs[name]), bucket.on_stream(None):
-                    host = to_host(exponents)
-                    _broadcast(host, root, transport)
-                    _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
-        moments, lost = {}, 0
-        for name in begun:
-            with self.on_stream(self.specs[name]):
-                whole, found = self.gather(name, transport)
+        root = next(each for each in range(transport.size) if each not in rebuilt.ranks_joined)
+        begun = [(name in self.moments, step, reducer.bucket(name).units_lag) for name, step in self.steps.items()]
+        shared = np.array(begun, np.int64)
+        _broadcast(shared, root, transport)
+        moments, steps, lost, estimate = {}, {}, 0, "the squares of units, mostly within a factor of 2"
+        for name, (has_moments, step, lag) in zip(self.specs, shared.tolist(), strict=True):
+            bucket, exponents, steps[name] = reducer.bucket(name), reducer.exponents(name), step
+            bucket.units_lag = bool(lag)
+            if not has_moments:
+                continue
+            with self.on_stream(name):
+                host = to_host(exponents)
+                _broadcast(host, root, transport)
+                _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
+                (mean, squares, last, compensation), known = self.gather(name, transport)
+                np.minimum(last, step, out=last)  # the root may be a step behind
                 own = slice(*self.part(name))
-                made, missing = self.new_moments(name, size > 1 or bool(whole.compensation.any())), ~found[own]
-                if missing.any():
+                if (missing := ~known[own]).any():
                     lost += int(missing.sum())
-                    powers = units(to_host(self._reducer.exponents(name)[own])[missing], whole.squares.dtype)
-                    whole.squares[own][missing], whole.last[own][missing] = 2 * np.square(powers), steps[name]
-                    if units_lag.any() and found.any():
-                        whole.squares[own][missing] = whole.squares[found].mean()
-                np.minimum(whole.last, steps[name], out=whole.last)  # the root may be a step behind
-                for ours, theirs in zip(made, whole, strict=True):
-                    if ours is not None and theirs is not None:
-                        ours[:] = from_host(theirs[own], ours)
-                moments[name] = made
-        self.adopt(moments, steps, bool(units_lag[0]))
+                    squares[own][missing], last[own][missing] = (
+                        2 * np.square(units(host[own][missing], mean.dtype)),
+                        step,
+                    )
+                    if lag and known.any():
+                        squares[own][missing], estimate = squares[known].mean(), "the mean of the tensor's others"
+                made = self.new_moments(name, transport.size > 1 or bool(compensation.any()))
+                moments[name] = filled(made, [array[own] for array in (mean, squares, last, compensation)])
+        self.adopt(moments, steps)
         if lost:
             _log.warning(
                 "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
                 "Load a checkpoint for exact ones",
                 rank,
                 f"{lost:,}",
-                "the mean of the tensor's others"
-                if units_lag[0]
-                else "the squares of units, mostly within a factor of 2",
+                estimate,
             )
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
@@ -596,6 +577,14 @@ class LazyAdamW:
     def replicated(self) -> dict[str, Array]:
         """Return the exponents of all units by name. They must be equal on all ranks."""
         return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
+
+
+def filled(moments: Moments, host: Iterable[Array | None]) -> Moments:
+    """Copy arrays in host memory into moments that have them, and return these moments."""
+    for ours, theirs in zip(moments, host, strict=True):
+        if ours is not None and theirs is not None:
+            ours[:] = from_host(theirs, ours)
+    return moments
 
 
 def _use_units(residual: Array, exponents: Array, new: Array) -> None:
@@ -707,6 +696,5 @@ def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dic
 
 
 STATE_FIELDS = {  # of an optimizer's state, besides those of its reducer
-    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
-    "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
+    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)
 }

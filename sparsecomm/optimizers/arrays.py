@@ -169,13 +169,12 @@ class SparseAdamW:
         adamw.check_complete()
         moments: dict[str, Any] = {}
         for name, its in adamw.moments.items():
-            with adamw.on_stream(adamw.specs[name]):
+            with adamw.on_stream(name):
                 moments[name] = {
                     field: None if array is None else to_host(array) for field, array in its._asdict().items()
                 }
             moments[name] |= {"step": adamw.steps[name], "part": list(adamw.parts[name])}
-        own = {"moments": moments, "units_lag": adamw.units_lag, "format": _SCHEMA.format}
-        return {**self._reducer.state_dict(), **own}
+        return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
@@ -199,12 +198,11 @@ class SparseAdamW:
 
             def commit() -> None:
                 prepared.commit()
-                adamw.load(moments, prepared.fields["units_lag"])
+                adamw.load(moments)
 
-            shared = {"moments": steps, "units_lag": prepared.fields["units_lag"]}
-            return Prepared({**prepared.common, **shared}, commit)
+            return Prepared({**prepared.common, "moments": steps}, commit)
 
-        self._reducer.load_with(prepare, ["moments", "units_lag"])
+        self._reducer.load_with(prepare, ["moments"])
 
     def report(self) -> str:
         """Return a table for this rank: see `Reducer.report`."""

@@ -47,6 +47,7 @@ REDUCER = Schema(
         "residuals": summed(),
         "velocities": summed(),
         "units": common("arrays of unsigned integers by name", _is_units),
+        "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
         "step": common("a number of steps", is_count),
         "order": common("a list of names, or None", _is_order),
         "bucket_bytes": common("a number of bytes, at least 1", is_positive),
@@ -55,7 +56,7 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
-    lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # some fields are of optimizers
+    lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # moments: of optimizers
 )
 
 
@@ -74,6 +75,7 @@ def fields_of(connection: Connection, step: int) -> StateDict:
         "residuals": residuals,
         "velocities": velocities,
         "units": units,
+        "units_lag": any(bucket.units_lag for bucket in buckets.all),
         "step": step,
         "order": None,
         "bucket_bytes": buckets.bucket_bytes,
@@ -102,7 +104,7 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
         if saved.any() and not 1 <= saved.min() <= saved.max() <= highest:
             raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}")
         units[name] = saved.reshape(-1)
-    buckets.fill(residuals, velocities, units)
+    buckets.fill(residuals, velocities, units, units_lag=found["units_lag"])
     return buckets
 
 

@@ -310,7 +310,7 @@ class GradientExchange(TrainedParameters):
     def state_dict(self) -> StateDict:
         """Return the reducer's state, with arrays as tensors in host memory, and the loss scale."""
         state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
-        return {**state, "format": SCHEMA.format, "loss_scale": self._scale, "moments": {}, "units_lag": False}
+        return {**state, "format": SCHEMA.format, "loss_scale": self._scale, "moments": {}}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
@@ -318,7 +318,7 @@ class GradientExchange(TrainedParameters):
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
         """Load a state that has more fields, ``keys``: see `Reducer.load_with`. Collective."""
-        self.reducer.load_with(prepare, ["loss_scale", "units_lag", *keys])
+        self.reducer.load_with(prepare, ["loss_scale", *keys])
 
     def prepare_state(self, state: State) -> PreparedState:
         """Convert and check a state for `load_with`. Nothing is sent, and nothing changes."""
@@ -331,7 +331,7 @@ class GradientExchange(TrainedParameters):
             self._reset(exchanged=False)
             self.on_state_loaded(prepared)
 
-        together = {**prepared.common, "loss_scale": scale or 0.0, "units_lag": prepared.fields["units_lag"]}
+        together = {**prepared.common, "loss_scale": scale or 0.0}
         return PreparedState(together, commit, prepared.fields, buckets=prepared.buckets)
 
     def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
