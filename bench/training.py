@@ -3,13 +3,18 @@
     python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training ddp
     python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training adamw
     python -m bench.training adamw --elements 25600000
+    python -m bench.training adamw --elements 25600000 --simulated 4
+    torchrun --nproc-per-node 4 -m bench.training memory --elements 20000000
     python -m bench.training hook
     mpirun -n 2 python -m bench.training ddp
     python -m bench.slow_network run --ranks 2 --rate 100mbit -- python -m bench.training overlap
 
 - ``ddp``: the time per step of DistributedDataParallel over gloo, dense and with the sparse hook, on the same model.
 - ``adamw``: the same under AdamW, by `sparsecomm.torch.SparseAdamW`. On one rank, for which a step is the optimizer's
-  own work, with a gradient that is there: its time over that of PyTorch's fused AdamW.
+  own work, with a gradient that is there: its time over that of PyTorch's fused AdamW. With ``--simulated``, the work
+  of one of so many simulated ranks, which includes encoding and decoding messages.
+- ``memory``: how much the resident memory of a rank grows per weight, with its gradient and everything that
+  `SparseAdamW` keeps from step to step.
 - ``hook``: what the hook costs where the network is infinitely fast: one rank, against a hook that does nothing, in
   times of reading all gradients twice.
 - ``overlap``: the fraction of the exchange time that overlap with computation of the same length does not hide.
@@ -42,25 +47,27 @@ from bench.compare.baselines import start_gloo
 from bench.timing import Runner, Timer
 from sparsecomm.optimizers.adamw import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.quantities import rate_text
+from sparsecomm.transport import simulated
 
 DENSITY = 0.001
 
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("what", choices=["ddp", "adamw", "hook", "overlap"])
+    parser.add_argument("what", choices=["ddp", "adamw", "memory", "hook", "overlap"])
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each contender (20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
     parser.add_argument("--width", type=int, default=2048, help="of the model's layers (2048: 11.5M parameters)")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step (4)")
     parser.add_argument("--parts", type=int, default=16, help="number of gradients, with overlap (16)")
     parser.add_argument("--elements", type=int, default=1 << 23, help="of all these gradients (2^23)")
+    parser.add_argument("--simulated", type=int, default=1, help="number of simulated ranks, with adamw (1)")
     parser.add_argument("--density", type=float, default=DENSITY, help=f"({DENSITY})")
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch")
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0") or 0)) or 1)
-    {"ddp": ddp, "adamw": adamw, "hook": hook, "overlap": overlap}[args.what](args)
+    {"ddp": ddp, "adamw": adamw, "memory": memory, "hook": hook, "overlap": overlap}[args.what](args)
 
 
 def ddp(args: argparse.Namespace) -> None:
@@ -86,7 +93,7 @@ def ddp(args: argparse.Namespace) -> None:
 
 def adamw(args: argparse.Namespace) -> None:
     if MPI.COMM_WORLD.size == 1:
-        return _own_work(args)
+        return _own_work(args) if args.simulated == 1 else _simulated_work(args)
     world = MPI.COMM_WORLD
     start_gloo(MPI.COMM_WORLD)
     dense = {"lr": 1e-3, "fused": True}
@@ -107,6 +114,57 @@ def adamw(args: argparse.Namespace) -> None:
         contenders[label]()  # so that there is a reducer
         reducers[label] = optimizer.reducer
     _publish_steps(args, "adamw", contenders, reducers)
+
+
+def _simulated_work(args: argparse.Namespace) -> None:
+    """Measure the work of one of several simulated ranks, which take turns on one thread."""
+    weight = torch.nn.Parameter(torch.randn(args.elements))
+    weight.grad = torch.randn(args.elements)
+    fused, length = torch.optim.AdamW([weight], fused=True), args.elements // args.parts
+    dense = measure({"fused": fused.step}, args.steps, args.warmup)["fused"]
+
+    def program(transport: simulated.SimulatedTransport) -> list[float]:
+        random = np.random.default_rng(transport.rank)
+        weights = {str(i): np.zeros(length, np.float32) for i in range(args.parts)}
+        gradients = {name: random.standard_normal(length, np.float32) for name in weights}
+        optimizer, starts = sc.SparseAdamW(weights, check_weights_every=None, comm=transport), []
+        for _ in range(args.warmup + args.steps + 1):
+            starts.append(time.perf_counter())
+            optimizer.step(gradients)
+        return np.diff(starts[args.warmup :]).tolist()
+
+    each = [result.value for result in simulated.run(args.simulated, program)]
+    ours = np.median(np.array(each), axis=0) / args.simulated
+    low, median, high = report.quartiles(ours / np.median(dense))
+    print(f"fused AdamW {1e3 * np.median(dense):.1f} ms; one of {args.simulated} ranks {1e3 * np.median(ours):.1f} ms")
+    print(f"ratio {median:.2f} ({low:.2f} - {high:.2f})")
+
+
+def memory(args: argparse.Namespace) -> None:
+    start_gloo(MPI.COMM_WORLD) if MPI.COMM_WORLD.size > 1 else torch.distributed.init_process_group("gloo")
+
+    def train(elements: int) -> None:
+        named = [(str(i), torch.nn.Parameter(torch.zeros(elements // args.parts))) for i in range(args.parts)]
+        optimizer = sct.SparseAdamW(named)
+        for _ in range(args.steps):
+            for _, parameter in named:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        trained.append((named, optimizer))
+
+    def resident() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+    trained: list[Any] = []
+    train(args.parts * 4096)  # loads what is imported when it is first used
+    before = resident()
+    train(args.elements)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        print(
+            f"{torch.distributed.get_world_size()} ranks: {(resident() - before) / args.elements:.1f} bytes per weight"
+        )
 
 
 def _own_work(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import sparsecomm as sc
@@ -62,6 +63,7 @@ class Rule:
     seed: int = 0
     steps: int = 0  # 0 for the model's own number
     beta2: float = 0.95  # of AdamW
+    weights: str = "float32"  # or "bfloat16"; "masters": bfloat16, with a copy in float32 that the optimizer changes
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
@@ -71,6 +73,8 @@ class Rule:
             raise ValueError(f"model={self.model} is trained by SGD: expected optimizer=sgd, got {self.optimizer}")
         if self.way == "sparse_adamw" and (self.optimizer != "adamw" or self.bits not in _WIRES):
             raise ValueError("way=sparse_adamw: expected optimizer=adamw, and bits=1,2,4,8 or 32")
+        if self.weights == "masters" and self.way == "sparse_adamw":
+            raise ValueError("weights=masters: owners of way=sparse_adamw keep them anyway; expected weights=bfloat16")
         if self.way == "onebit" and self.optimizer != "adamw":
             raise ValueError(f"way=onebit is 1-bit Adam: expected optimizer=adamw, got {self.optimizer}")
 
@@ -82,6 +86,7 @@ _KNOWN: dict[str, Sequence[Any]] = {
     "optimizer": ["adamw", "lion", "sgd"],
     "choose": ["sum", "owner", "moment", "turn", "cyclic"],
     "bits": [*_LEVEL, 32],
+    "weights": ["float32", "bfloat16", "masters"],
 }
 
 
@@ -319,7 +324,8 @@ def train_by_library(rule: Rule) -> Outcome:
 
     def program(transport: simulated.SimulatedTransport) -> tuple[Outcome, float]:
         trainer = Trainer(TRANSFORMERS[rule.model], rule.seed, rule.steps)
-        weights = {name: p.detach().numpy() for name, p in trainer.parameters.items()}
+        weights = {name: p.detach().to(getattr(torch, rule.weights)) for name, p in trainer.parameters.items()}
+        trainer.use(weights)
         optimizer = sc.SparseAdamW(
             weights,
             betas=(0.9, rule.beta2),
@@ -336,6 +342,7 @@ def train_by_library(rule: Rule) -> Outcome:
             optimizer.lr = rate_of(rule, trainer.task, step, trainer.steps)
             split = np.split(gradient, ends[:-1])
             optimizer.step({name: g.reshape(weights[name].shape) for name, g in zip(weights, split, strict=True)})
+            trainer.use(weights)
         outcome = trainer.outcome() if transport.rank == 0 else {}
         return outcome, optimizer.reducer.counters.bytes_sent / trainer.steps / len(gradient)
 
@@ -357,16 +364,22 @@ def train(rule: Rule) -> Outcome:
     way = Way(rule, [tuple(p.shape) for p in trainer.parameters.values()])
     gradients = np.zeros_like(way.residual)
     for step in range(trainer.steps):
-        batch = trainer.batch()
+        batch, exact = trainer.batch(), {name: p.detach().clone() for name, p in trainer.parameters.items()}
+        if rule.weights != "float32":
+            trainer.use({name: weight.bfloat16() for name, weight in exact.items()})
         for rank, g in enumerate(gradients):
             trainer.gradient(batch[rank :: len(gradients)], g)
             clip(g, trainer.task.clip, len(gradients))
+        if rule.weights == "masters":
+            trainer.use(exact)
         way.optimizer.t += 1
         update = way.step(gradients, step, step < rule.warmup * trainer.steps)
         if not np.isfinite(update).all():
             break
         rate = rate_of(rule, trainer.task, step, trainer.steps)
         trainer.subtract(update, rate, 0.0 if rule.optimizer == "sgd" else 0.1)
+    if rule.weights != "float32":
+        trainer.use({name: p.detach().bfloat16() for name, p in trainer.parameters.items()})
     return _with_bytes(rule, trainer.outcome(), way.nbytes / trainer.steps / way.n)
 
 

@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SPARSECOMM_THREADS", "1")
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,11 @@ class Trainer:
         """Write the flat gradient of some samples to ``out``."""
         self.backward(rows)
         np.concatenate([p.grad.numpy().ravel() for p in self.parameters.values() if p.grad is not None], out=out)
+
+    def use(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights to the parameters."""
+        for name, p in self.parameters.items():
+            p.detach().copy_(weights[name])
 
     def subtract(self, update: Vector, rate: float, weight_decay: float = 0.0) -> None:
         """Subtract a flat update times the learning rate; weight decay applies to matrices."""
