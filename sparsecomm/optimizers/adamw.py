@@ -514,9 +514,11 @@ class LazyAdamW:
         for name, (has_moments, step, lag) in zip(self.specs, shared.tolist(), strict=True):
             bucket, exponents, steps[name] = reducer.bucket(name), reducer.exponents(name), step
             bucket.units_lag = bool(lag)
-            if not has_moments:
-                continue
             with self.on_stream(name):
+                if not has_moments:  # a step that failed may have begun with them on other ranks
+                    bucket.discard(name)
+                    exponents[:] = 0
+                    continue
                 host = to_host(exponents)
                 _broadcast(host, root, transport)
                 _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
