@@ -233,6 +233,8 @@ class LazyAdamW:
         """Begin a step, unless it has begun. If a check is due, compare weights and units between the ranks."""
         reducer = self._reducer
         if not reducer.pending:
+            for name, spec in self.specs.items():  # before this rank waits for others, which may refuse gradients
+                spec.tensor(weights[name], name)
             reducer.check_weights(
                 self._check_every,
                 lambda: {**replicated, **{f"{name}.unit": reducer.exponents(name) for name in self.moments}},

@@ -453,8 +453,8 @@ class AdamWExchange(AutogradExchange):
         before, shape = self._adopted.get(name), self.adamw.specs[name].shape
         with reading(f"optimizer.state of {name}", "the state of torch.optim.AdamW for this parameter"):
             hosts = [_host(entry.get(key)) for key in FIELDS]
-            if hosts[2] is not None and hosts[2].dtype.kind == "f":  # dense AdamW has loaded it, and does not update it
-                hosts[2] = None
+            if hosts[2] is not None and hosts[2].dtype.kind == "f":  # dense AdamW has loaded both, and updated neither
+                hosts[2:] = None, None if hosts[3] is None else np.zeros_like(hosts[3])
             whole = all(host is None or host.shape == shape for host in hosts)
             if not whole:
                 hosts = [h.reshape(-1)[slice(*part)] if h is not None and h.shape == shape else h for h in hosts]

@@ -733,6 +733,41 @@ def test_ranks_that_are_a_step_apart_go_on_together(behind: int) -> None:
     check_equal(run(2, program))
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("dense_steps", [0, 3])
+def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(dense_steps: int, behind: int) -> None:
+    """It has no moments yet, or after dense steps the units of before."""
+
+    def begin(transport: simulated.SimulatedTransport) -> sc.SparseAdamW:
+        optimizer = sc.SparseAdamW(weights(), 0.01, comm=transport, density=0.3, dense_steps=dense_steps)
+        adamw, bucket, rules = optimizer._adamw, optimizer.reducer.buckets[0], optimizer._rules()
+        for step in range(dense_steps):
+            optimizer.step(gradients(step, transport.rank))
+        before = bucket.exponents.copy(), bucket.residual.copy()
+        if dense_steps:
+            assert adamw.units_lag
+            adamw._refresh_units(rules)
+        else:
+            adamw._begin(adamw.missing, gradients(0, transport.rank), rules, 1.0)
+        optimizer.reducer.end_opening()
+        assert (bucket.exponents != before[0]).any()
+        if transport.rank == behind:
+            bucket.exponents[:], bucket.residual[:] = before
+            adamw.adopt(adamw.moments if dense_steps else {}, adamw.steps, bool(dense_steps))
+        return optimizer
+
+    old = run(2, begin)
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        optimizer = old[transport.rank]
+        assert not optimizer.rebuild(transport).steps_apart
+        for step in range(dense_steps, dense_steps + 3):
+            optimizer.step(gradients(step, transport.rank))
+        return optimizer.weights, optimizer.state_dict()
+
+    check_equal(run(2, program))
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

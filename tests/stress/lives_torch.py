@@ -46,8 +46,9 @@ class Training(changes.Training):
     run: Any
     scheduler: Any = None
 
-    def sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self.groups]
+    def named_groups(self) -> list[list[str]]:
+        names = {id(p): name for name, p in self.model.items()}
+        return [[names[id(p)] for p in group["params"]] for group in self.groups]
 
     def saved(self) -> Any:
         extra = self.holder.state_dict() if self.holder not in (None, self.optimizer) else None
@@ -139,7 +140,7 @@ class TorchLife:
     def on_way(self, event: Event) -> bool:
         """Change both trainings in a way, if the oracle has what it takes."""
         name, sample = event.value, self.both[0]
-        if name in GROUPS and (len(sample.groups) != 2 or min(sample.sizes()) < 2):
+        if name in GROUPS and (len(sample.groups) != 2 or min(map(len, sample.named_groups())) < 2):
             return False
         if self.t.sparse and name not in WEIGHTS and name not in GROUPS:
             states = [sample.optimizer.state.get(p, {}) for p in sample.parameters]
@@ -169,13 +170,16 @@ class TorchLife:
         for t in self.both:
             t.model[event.value].requires_grad_(True)
 
-    def on_unfreeze(self, event: Event) -> None:
+    def on_unfreeze(self, event: Event) -> bool:
         """Unfreeze what was frozen at first; if it has no group, add one."""
+        if self.t.model["frozen"].requires_grad:
+            return False
         for t in reversed(self.both):  # refused: then nothing changes
             if self.life.habits["frozen"] == "unnamed" and self.life.front != "register":
                 t.optimizer.add_param_group({"params": [t.model["frozen"]], "lr": 0.01})
             t.model["frozen"].requires_grad_(True)
         self.exact = self.exact and self.life.front != "register"
+        return True
 
     def on_add(self, event: Event) -> None:
         for t in reversed(self.both):
@@ -189,10 +193,10 @@ class TorchLife:
             t.snapshot = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
 
     def on_save(self, event: Event) -> None:
-        self.saved = [(t.sizes(), t.saved()) for t in self.both]
+        self.saved = [(t.named_groups(), t.saved()) for t in self.both]
 
     def on_load(self, event: Event) -> bool:
-        if [t.sizes() for t in self.both] != [sizes for sizes, _ in self.saved or []]:
+        if [t.named_groups() for t in self.both] != [names for names, _ in self.saved or []]:
             return False
         for t, (_, state) in zip(self.both, self.saved, strict=True):
             t.load(state)
@@ -244,7 +248,7 @@ class TorchLife:
         """Make a step; ``again``: after an interrupt, without another one."""
         interrupts = [] if again else self.life.at(step, "interrupt")
         if interrupts:
-            self.kept = [(t.sizes(), t.saved()) for t in self.both]
+            self.kept = [(t.named_groups(), t.saved()) for t in self.both]
         self.undo: list[Callable[[], None]] = []
         self.skipped = self.interrupted = 0
         record = Record(step)
@@ -368,8 +372,8 @@ class TorchLife:
         if hasattr(self.t.optimizer, "remove"):
             self.t.optimizer.remove()
         self.make()
-        for t, before, (sizes, states) in zip(self.both, old, self.kept, strict=True):
-            if sizes != t.sizes():
+        for t, before, (names, states) in zip(self.both, old, self.kept, strict=True):
+            if names != t.named_groups():
                 return False
             t.load(states)
             t.random, t.snapshot, t.memo = before.random, before.snapshot, before.memo

@@ -138,6 +138,23 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
     run(2, program)
 
 
+def test_weights_of_another_dtype_are_refused_on_all_ranks() -> None:
+    """Also on a rank without gradients, which would wait for the others."""
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = OfTorch(transport, **RULE)
+        mine.step(gradients(0, transport.rank))
+        for p in mine.named.values():
+            p.data, p.grad = p.data.double(), None
+        mine.it.zero_grad()
+        if transport.rank:
+            mine.loss(gradients(1, transport.rank)).backward()
+        with pytest.raises(sc.InvalidInputError, match=r"got shape .*, float64 on cpu; expected"):
+            mine.it.step()
+
+    run(2, program)
+
+
 @pytest.mark.parametrize("change", ["replaced", "eps", "in place", "deleted"])
 def test_residuals_stay_whatever_happens_to_moments(change: str) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
@@ -325,6 +342,34 @@ def test_a_consolidated_state_is_one_of_dense_adamw() -> None:
                 mine.it.consolidate_state_dict(to)  # type: ignore[arg-type]
 
     run(3, program)
+
+
+def test_what_dense_adamw_has_trained_has_no_compensation() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        sparse = OfTorch(transport, **RULE)
+        mine = OfTorch(transport, lr=0.01, density=1.0, check_weights_every=None)
+        for step in range(5):
+            sparse.step(gradients(step, transport.rank))
+        states = [sparse.it.consolidate_state_dict(to) for to in range(2)]
+        state = states[transport.rank]
+        assert all(entry["compensation"].any() for entry in state["state"].values())  # type: ignore[index]
+        dense = OfTorch(transport, lr=0.01)
+        dense.it = torch.optim.AdamW(dense.it.param_groups, 0.01)
+        for ours, theirs in zip(dense.named.values(), sparse.named.values(), strict=True):
+            ours.data.copy_(theirs.detach())
+        dense.it.load_state_dict(state)
+        for step in range(5, 10):
+            if step == 7:
+                mine.it.residuals_apart()
+                mine.it.load_state_dict(saved_and_read(dense.it.state_dict()))
+                for ours, theirs in zip(mine.named.values(), dense.named.values(), strict=True):
+                    ours.data.copy_(theirs.detach())
+            for each in (dense, mine)[: 1 + (step >= 7)]:
+                each.step(gradients(step, 0))
+        for name, w in dense.weights.items():
+            np.testing.assert_allclose(mine.weights[name], w, rtol=3e-6, atol=3e-6)
+
+    run(2, program)
 
 
 def test_parts_of_another_rank_are_refused() -> None:
