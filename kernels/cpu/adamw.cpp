@@ -31,12 +31,27 @@ typename X::Bits largest_of(const typename X::Bits* x, size_t size, int threads)
     return typename X::Bits(largest.load());
 }
 
-// Returns whether all elements of x times a factor, and their squares, are certainly finite.
-template <class X>
-bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor, double scale, int threads) {
-    constexpr double MAX = 0.5 * double(std::numeric_limits<typename X::Accumulator>::max());
-    const double largest = double(X::widen(largest_of<X>(x, size, threads)));
-    return largest * factor < MAX && largest * scale < std::sqrt(MAX);  // false for NaN
+template <class Accumulator>
+Accumulator smallest_unit(const UnitExponent<Accumulator>* exponents, size_t size, int threads) {
+    std::atomic<int32_t> highest{INT32_MIN};
+    ranges(size, threads, [&](size_t begin, size_t end) {
+        const auto* exponent = exponents;
+        auto lowest = exponent[begin];
+        for (size_t i = begin; i < end; i++) lowest = exponent[i] < lowest ? exponent[i] : lowest;
+        raise(highest, -int32_t(lowest));
+    });
+    return unit_of<Accumulator>(UnitExponent<Accumulator>(-highest));
+}
+
+// Returns whether all quotients x * scale / unit, and the squares of x * scale, are certainly finite.
+template <class X, class Accumulator = typename X::Accumulator>
+bool quotients_are_finite(const typename X::Bits* x, const UnitExponent<Accumulator>* exponents, double scale, size_t size,
+                          int threads) {
+    constexpr double MAX = 0.5 * double(std::numeric_limits<Accumulator>::max());
+    const double largest = scale * double(X::widen(largest_of<X>(x, size, threads)));
+    if (!(largest < std::sqrt(MAX))) return false;  // true for NaN
+    return largest < MAX * double(std::numeric_limits<Accumulator>::min()) ||
+           largest < MAX * double(smallest_unit<Accumulator>(exponents, size, threads));
 }
 
 Quotients<F32, float> quotients_of(F32) { return isa().quotients32; }
@@ -59,9 +74,7 @@ bool add_quotient(Dense x, const void* exponents, double scale, bool if_finite, 
         auto* sum = static_cast<Accumulator*>(r);
         const auto factor = Accumulator(scale);
         std::atomic<bool> finite{true};
-        const double of_scale = std::abs(double(factor));
-        const double of_quotient = of_scale / double(std::numeric_limits<Accumulator>::min());  // the smallest unit
-        if (if_finite && !quotients_are_finite<X>(dividend, x.size, of_quotient, of_scale, threads)) {
+        if (if_finite && !quotients_are_finite<X>(dividend, exponent, std::abs(double(factor)), x.size, threads)) {
             ranges(x.size, threads, [&](size_t begin, size_t end) {
                 using Word = typename Bits::Bits;
                 Word beyond = 0;
@@ -150,7 +163,7 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
                     const Accumulator unit = unit_of<Accumulator>(exponent[element(j)]);
                     const bool fits = std::abs(block.weight[j]) + moves * std::abs(moved) < below || !(std::abs(before[j]) <= MAX);
                     const bool usable = std::abs(block.mean[j]) <= MAX && block.square[j] <= MAX && fits;
-                    // unit <= floor_power_of_two(root * 0.75) / 2, and so on: see _unit_changes in sparsecomm/optimizers/adamw.py
+                    // unit <= floor_power_of_two(root * 0.75) / 2, and so on: see Backend.adamw
                     const int8_t sign = int8_t(root * Accumulator(0.75) >= 2 * unit) - int8_t(root * Accumulator(1.5) < unit);
                     to.signs[from + j] = usable ? sign : AdamWResults::OVERFLOWS;
                     found += !usable;

@@ -53,26 +53,27 @@ def unit_dtype(real: Any) -> Any:
 
 
 def unit_exponents(xp: Any, squares: Array, eps: Any) -> Array:
-    """Return the exponents of sqrt(squares) + eps: see `exponents_of`.
+    """Return the exponents of sqrt(squares) + eps, with the bias of the format of float32 or float64.
 
     The power of two with this exponent is the unit in which AdamW exchanges gradients. ``eps`` is a normal number of
     the dtype of ``squares``, so exponents are at least 1.
     """
-    return exponents_of(xp.sqrt(squares) + eps)
-
-
-def exponents_of(x: Array) -> Array:
-    """Return the exponents of positive float32 or float64 numbers, with the bias of their format."""
-    word, digits = (np.uint64, 52) if x.dtype.itemsize == 8 else (np.uint32, 23)
-    exponents: Array = (x.view(word) >> word(digits)).astype(unit_dtype(x.dtype))
+    root = xp.sqrt(squares) + eps
+    word, digits = _format_of(root.dtype)
+    exponents: Array = (root.view(word) >> word(digits)).astype(unit_dtype(root.dtype))
     return exponents
 
 
 def units(exponents: Array, real: Any) -> Array:
     """Return the powers of two with these exponents, in an accumulator dtype."""
-    word, digits = (np.uint64, 52) if np.dtype(real).itemsize == 8 else (np.uint32, 23)
+    word, digits = _format_of(real)
     powers: Array = (exponents.astype(word) << word(digits)).view(real)
     return powers
+
+
+def _format_of(real: Any) -> tuple[Any, int]:
+    """Return the word of an accumulator dtype, and the number of its digits below the exponent."""
+    return (np.uint64, 52) if np.dtype(real).itemsize == 8 else (np.uint32, 23)
 
 
 def adamw_step(

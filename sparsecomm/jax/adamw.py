@@ -225,7 +225,7 @@ class _OnHost:
             *([array for array in field if array is not None] for field in zip(*map(moments.get, names), strict=True)),
             [reducer.exponents(name).copy() for name in names],
             [reducer.residual(name).copy() for name in names],
-            [np.asarray(adamw.units_lag)],
+            [np.asarray(any(bucket.units_lag for bucket in reducer.buckets))],
         ]
         shaped = [
             [array.reshape(leaf.shape) for array, leaf in zip(*trees, strict=True)]
@@ -244,8 +244,10 @@ class _OnHost:
         self._weights = {name: np.array(p) for name, p in zip(names, params, strict=True)}
         flat: list[list[Any]] = [[leaf.reshape(-1) for leaf in tree] or [None] * len(names) for tree in trees[:4]]
         self._moments = {name: Moments(*its) for name, *its in zip(names, *flat, strict=True)}
+        for bucket in reducer.buckets:
+            bucket.units_lag = bool(trees[6][0])
         begun = any(exponents.any() for exponents in trees[4])
-        adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step), bool(trees[6][0]))
+        adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step))
 
     def _change(self, p: Array, name: str, moments: Moments) -> Array:
         """Return what to add to a parameter. The compensation takes what this addition rounds off."""

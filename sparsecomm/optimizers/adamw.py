@@ -32,14 +32,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends import Backend, Backends, default_float_mode
+from sparsecomm.backends import Backend, default_float_mode
 from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, unit_exponents, units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
@@ -51,7 +51,7 @@ from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, Sparse
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
-from sparsecomm.states.schema import common, is_count, per_rank
+from sparsecomm.states.schema import is_count, per_rank
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
@@ -79,11 +79,6 @@ def coefficients(
     correction = np.sqrt(_power(1 - betas[1], t)[1]) / _power(1 - betas[0], t)[1]
     decay, _ = _power(lr * weight_decay, waited)
     return kept_mean, new_mean / waited, kept_squares, new_squares / waited, lr * waited * correction, decay
-
-
-def step_eps(eps: float, beta2: float, t: int) -> Any:
-    """Return eps in step ``t`` for the root of a second moment without bias correction."""
-    return eps * np.sqrt(_power(1 - beta2, t)[1])
 
 
 def _power(x: float, exponent: Any) -> tuple[Any, Any]:
@@ -120,12 +115,15 @@ class AdamWRule(NamedTuple):
             raise InvalidInputError(f"lr={rate!r} times weight_decay={decay!r} is {rate * decay:g}: must be below 1")
         return cls(rate, (powers[0], powers[1]), tiny, decay, bool(maximize))
 
-    def table(self, t: int, dtype: np.dtype[Any]) -> Array:
-        """Return `coefficients` in step ``t``, with a row for each wait from 0 (treated as 1) to ``t`` steps."""
+    def table(self, t: int, dtype: np.dtype[Any]) -> tuple[Array, float]:
+        """Return `coefficients` in step ``t``, with a row for each wait from 0 (treated as 1) to ``t`` steps, and eps.
+
+        This eps is for the root of a second moment without bias correction.
+        """
         size = min(t, _MAX_WAIT) + 1
         waited = np.maximum(np.arange(size, dtype=np.float64), 1)
         rows = coefficients(waited, float(t), self.lr, self.betas, self.weight_decay)
-        return np.stack(rows, axis=1).astype(dtype)
+        return np.stack(rows, axis=1).astype(dtype), self.eps * np.sqrt(_power(1 - self.betas[1], t)[1])
 
 
 class _Made(NamedTuple):
@@ -148,7 +146,6 @@ class LazyAdamW:
             default, arrays on its device.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
-        units_lag: dense steps have changed moments, but not yet units. All ranks must have the same value.
     """
 
     def __init__(
@@ -161,26 +158,22 @@ class LazyAdamW:
         """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
         self.specs = specs_of(weights)
         self._reducer, self._check_every = reducer, check_every
-        backends = Backends()
-        self._backends = {spec.device: backends.of(spec.device) for spec in self.specs.values()}
-        self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
         self.new_moments = new_moments or self._new
         self.done: Step | None = None
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
         self._weights: Mapping[str, object] = {}  # weights and rules of the open step
         self._rules: Mapping[str, AdamWRule] = {}
-        self._tables: dict[tuple[AdamWRule, str, int], Array] = {}  # coefficients of the open step
+        self._tables: dict[tuple[AdamWRule, str, int], tuple[Array, float]] = {}  # of the open step
         reducer.own(self)
         self.adopt({}, {})
 
-    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int], units_lag: bool = False) -> None:
+    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
         self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
-        self.units_lag = units_lag
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
@@ -191,13 +184,13 @@ class LazyAdamW:
         """Return the begin and the end of this rank's part of a tensor."""
         return self._reducer.bucket(name).part(name, self._reducer.transport.rank)
 
-    def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
+    def on_stream(self, name: str) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor, on the current stream."""
-        return self._timelines[spec.device].on_stream(None)
+        return self._reducer.bucket(name).on_stream(None)
 
     def _new(self, name: str, compensated: bool) -> Moments:
         spec, (begin, end) = self.specs[name], self.part(name)
-        backend, real = self._backends[spec.device], spec.accumulator.accumulator
+        backend, real = self._reducer.bucket(name).backend, spec.accumulator.accumulator
         mean, squares, last = (backend.zeros(end - begin, dtype) for dtype in (real, real, np.int32))
         return Moments(mean, squares, last, backend.zeros(end - begin, real) if compensated else None)
 
@@ -242,8 +235,11 @@ class LazyAdamW:
         if not reducer.pending:
             for name, spec in self.specs.items():  # before this rank waits for others, which may refuse gradients
                 spec.tensor(weights[name], name)
-            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            if self.units_lag and reducer.density < 1:
+            reducer.check_weights(
+                self._check_every,
+                lambda: {**replicated, **{f"{name}.unit": reducer.exponents(name) for name in self.moments}},
+            )
+            if reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
             self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
@@ -298,7 +294,7 @@ class LazyAdamW:
         for spec, square in zip(specs, mean, strict=True):
             name, rule, real = spec.name, rules[spec.name], np.dtype(spec.accumulator.accumulator)
             start = np.array([START * (1 - rule.betas[1]) * square], real)
-            with self.on_stream(spec):
+            with self.on_stream(name):
                 moments[name] = self.new_moments(name, self._reducer.transport.size > 1)
                 self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
         self.moments |= moments
@@ -322,17 +318,16 @@ class LazyAdamW:
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
     ) -> SparseStep:
         made = [self._step(backend, bucket, part, entries) for part, entries in zip(parts, sums, strict=True)]
+        signs = [each.results.signs for each in made]
         if any(each.results.overflows for each in made):
-            xp, values = library_of(sums[0].values), [entries.values for entries in sums]
-            finite = all(backend.finite(backend.as_tensor(each, each.shape)) for each in values)
-            overflows = [each.results.signs == OVERFLOWS for each in made]
-            changes = [xp.where(where, each.dtype.type(1), 0) for where, each in zip(overflows, values, strict=True)]
-            return SparseStep(
-                changes, [xp.zeros_like(where, np.int8) for where in overflows], OVERFLOW if finite else NOT_FINITE
-            )
+            finite = all(backend.finite(backend.as_tensor(each.values, each.values.shape)) for each in sums)
+            overflows = [
+                (where == OVERFLOWS).astype(each.values.dtype) for where, each in zip(signs, sums, strict=True)
+            ]
+            return SparseStep(overflows, [0 * each for each in signs], OVERFLOW if finite else NOT_FINITE)
         self._made[bucket] = made
-        changes = [each.results.changes for each in made]
-        return SparseStep(changes, [each.results.signs for each in made], FINE)
+        changes: Any = [each.results.changes for each in made]
+        return SparseStep(changes, signs, FINE)
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
@@ -370,21 +365,12 @@ class LazyAdamW:
         key = rule, spec.accumulator.name, t
         if key not in self._tables:
             self._tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
-        exponents, eps = self._reducer.exponents(name)[part.begin : part.end], step_eps(rule.eps, rule.betas[1], t)
+        (table, eps), exponents = self._tables[key], bucket.exponents_of[name][part.begin : part.end]
         margin = 4 if sparse and bucket.owners > 1 else 0  # rounding changes an update by less
-        results = backend.adamw(
-            self._part_of(part),
-            self.moments[name],
-            exponents,
-            entries,
-            self._tables[key],
-            rule.eps,
-            eps,
-            t,
-            sparse,
-            margin,
+        numbers = table, rule.eps, eps, t, sparse, margin
+        return _Made(
+            name, entries, backend.adamw(self._part_of(part), self.moments[name], exponents, entries, *numbers)
         )
-        return _Made(name, entries, results)
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -399,11 +385,10 @@ class LazyAdamW:
         if not done.usable:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
                 if outcome.verdict == OVERFLOW:
-                    result: Any = outcome.result
+                    found = outcome.result
                     with bucket.on_stream(None):
-                        xp = library_of(bucket.residual)
-                        dense = isinstance(result, DenseSum)
-                        bucket.residual[xp.isnan(result.dense) if dense else result.indices] = 0
+                        which = np.isnan(found.dense) if isinstance(found, DenseSum) else found.indices
+                        bucket.residual[which] = 0  # with CuPy's arrays, NumPy calls CuPy
             self._made, self._outcomes, self.done = {}, {}, done
             _log_skipped(done.number, done.cause)
             return
@@ -412,7 +397,6 @@ class LazyAdamW:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
-        self.units_lag = self.units_lag or any(isinstance(each.result, DenseSum) for each in self._outcomes.values())
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
 
@@ -423,69 +407,65 @@ class LazyAdamW:
             updates = [] if alone else bucket.split(bucket.backend, outcome.result)
             for spec, update in zip(bucket.tensors, updates, strict=False):
                 if spec.name not in done.without_gradient:
-                    yield partial(self._add, spec, weights[spec.name], update)
+                    yield partial(self._add, bucket, spec, weights[spec.name], update)
             for new in self._made.get(bucket, ()):
-                yield partial(self._keep, weights[new.name], new, alone)
+                yield partial(self._keep, bucket, weights[new.name], new, alone)
             yield partial(self._change_units, bucket, outcome)
 
-    def _add(self, spec: TensorSpec, weight: object, update: SparseVector) -> None:
+    def _add(self, bucket: Bucket, spec: TensorSpec, weight: object, update: SparseVector) -> None:
         """Add a sparse update to a weight, or set it to new values."""
-        t, backend = spec.tensor(weight, spec.name, writable=True), self._backends[spec.device]
-        with self._timelines[spec.device].on_stream(t):
+        t = spec.tensor(weight, spec.name, writable=True)
+        with bucket.on_stream(t):
             if isinstance(update, DenseSum):
-                backend.cast_into(update.dense, t)
+                bucket.backend.cast_into(update.dense, t)
             else:
-                backend.scatter_add(t, update)
+                bucket.backend.scatter_add(t, update)
 
-    def _keep(self, weight: object, new: _Made, write: bool) -> None:
+    def _keep(self, bucket: Bucket, weight: object, new: _Made, write: bool) -> None:
         """Store the new moments of this rank's part of a weight, and with ``write`` the new weights."""
-        spec, moments, (begin, end) = self.specs[new.name], self.moments[new.name], self.parts[new.name]
-        t, backend = spec.tensor(weight, spec.name, writable=True).part(begin, end), self._backends[spec.device]
-        with self._timelines[spec.device].on_stream(t):
-            backend.store_adamw(t, moments, new.entries, new.results, self.steps[new.name] + 1, write)
+        name, entries, results = new
+        t = self.specs[name].tensor(weight, name, writable=True).part(*self.parts[name])
+        with bucket.on_stream(t):
+            bucket.backend.store_adamw(t, self.moments[name], entries, results, self.steps[name] + 1, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
-        """Double or halve the units of some weights, and convert their residuals."""
+        """Double or halve the units of some weights, and convert their residuals. After a dense step, units lag."""
+        bucket.units_lag = bucket.units_lag or isinstance(outcome.result, DenseSum)
         with bucket.on_stream(None):
             residual = bucket.backend.as_tensor(bucket.residual, (bucket.size,))
             if not isinstance(outcome.result, DenseSum):
                 bucket.backend.change_units(residual, bucket.exponents, outcome.changes)
 
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
-        """Make all units those of the owners' second moments above zero, after dense steps. Collective."""
-        found = []
+        """Make units that lag those of the owners' second moments above zero. Collective."""
         for i, bucket in enumerate(self._reducer.buckets):
-            exponents, rank = bucket.exponents, self._reducer.transport.rank
+            if not bucket.units_lag:
+                continue
             with bucket.on_stream(None):
                 own = bucket.backend.zeros(bucket.size, np.float32)
-                begin = bucket.size * rank // bucket.owners
-                for part in bucket.parts(rank):
-                    moments, name = self.moments[part.spec.name], part.spec.name
-                    xp, eps = library_of(moments.mean), moments.mean.dtype.type(rules[name].eps)
-                    new = unit_exponents(xp, moments.squares, eps)
-                    old = self._reducer.exponents(name)[part.begin : part.end]
-                    first = begin + part.offset
-                    own[first : first + part.end - part.begin] = xp.where(moments.squares > 0, new, old)
+                views = bucket.views(own)
+                for spec, begin, end, _ in bucket.parts(self._reducer.transport.rank):
+                    squares, old = self.moments[spec.name].squares, bucket.exponents_of[spec.name][begin:end]
+                    xp, eps = library_of(squares), squares.dtype.type(rules[spec.name].eps)
+                    views[spec.name][begin:end] = xp.where(squares > 0, unit_exponents(xp, squares, eps), old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
             sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
-            found.append(sums.dense.astype(exponents.dtype))
-        for bucket, new in zip(self._reducer.buckets, found, strict=True):
             with bucket.on_stream(None):
-                _use_units(bucket.residual, bucket.exponents, new)
-        self.units_lag = False
+                _use_units(bucket.residual, bucket.exponents, sums.dense.astype(bucket.exponents.dtype))
+            bucket.units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
     def check_complete(self) -> None:
         """Check that the moments can be saved: no update was interrupted, and all moments are finite."""
-        if self._unfinished is not None:
+        if self.unfinished is not None:
             raise InvalidInputError(
                 "a step of AdamW was interrupted, or failed, before it changed all weights; call step() again to "
                 "complete it"
             )
         for name, moments in self.moments.items():
-            backend = self._backends[self.specs[name].device]
-            with self.on_stream(self.specs[name]):
+            backend = self._reducer.bucket(name).backend
+            with self.on_stream(name):
                 for field in ("mean", "squares"):
                     array = getattr(moments, field)
                     if not backend.finite(backend.as_tensor(array, array.shape)):
@@ -495,85 +475,76 @@ class LazyAdamW:
                         )
 
     @property
-    def _unfinished(self) -> Step | None:
+    def unfinished(self) -> Step | None:
         """The outcome of the reducer's last step, if an interrupt prevented its update."""
         last = self._reducer.last
         return None if last is self.done or not self._outcomes else last
 
     def complete(self) -> None:
         """Make an update that an interrupt prevented. Call it before `Reducer.rebuild`."""
-        if (step := self._unfinished) is not None:
+        if (step := self.unfinished) is not None:
             self.update(self._weights, step)
 
-    def load(self, saved: Mapping[str, SavedMoments], units_lag: bool = False) -> None:
+    def load(self, saved: Mapping[str, SavedMoments]) -> None:
         """Use the moments of a state, and its units if the reducer's state had none."""
         moments = {}
         for name, (arrays, _, exponents) in saved.items():
-            with self.on_stream(self.specs[name]):
+            with self.on_stream(name):
                 lost = arrays.compensation is not None and bool(arrays.compensation.any())
-                moments[name] = made = self.new_moments(name, lost or self._reducer.transport.size > 1)
-                for ours, theirs in zip(made, arrays, strict=True):
-                    if ours is not None and theirs is not None:
-                        ours[:] = from_host(theirs, ours)
+                moments[name] = filled(self.new_moments(name, lost or self._reducer.transport.size > 1), arrays)
                 if exponents is not None:
                     ours = self._reducer.exponents(name)
                     ours[:] = from_host(exponents, ours)
-        self.adopt(moments, {name: its.step for name, its in saved.items()}, units_lag)
+        self.adopt(moments, {name: its.step for name, its in saved.items()})
 
     @default_float_mode
     def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Divide the moments among the ranks of a new communicator. Collective.
 
-        All ranks take step counts and units from the first rank that is not new, among those that have moments. The
-        moments of lost ranks become zeros, and the squares of sqrt(2) units. Units do not follow dense steps; then
-        second moments become the mean of the tensor's others.
+        All ranks take step counts and units from the first rank that is not new. The moments of lost ranks become
+        zeros, and the squares of sqrt(2) units. If units lag behind dense steps, these second moments become the mean
+        of the tensor's others.
         """
-        size, rank = transport.size, transport.rank
+        rank, reducer = transport.rank, self._reducer
         if rank in rebuilt.ranks_joined:
             self.adopt({}, {})
-        shared = {}  # by rank; ranks that were lost in an opening call leave some ranks with moments, and some without
-        for each in range(size):
-            shared[each] = np.array([(name in self.moments, step) for name, step in self.steps.items()], np.int64)
-            _broadcast(shared[each], each, transport)
-        stayed = [each for each in range(size) if each not in rebuilt.ranks_joined]
-        root = max(stayed, key=lambda each: int(shared[each][:, 0].sum()))
-        units_lag = np.array([self.units_lag])
-        _broadcast(units_lag, root, transport)
-        steps = dict(zip(self.specs, shared[root][:, 1].tolist(), strict=True))
-        begun = [name for name, here in zip(self.specs, shared[root][:, 0], strict=True) if here]
-        for name in begun:
-            exponents, bucket = self._reducer.exponents(name), self._reducer.bucket(name)
-            with self.on_stream(self.specs[name]), bucket.on_stream(None):
+        root = next(each for each in range(transport.size) if each not in rebuilt.ranks_joined)
+        begun = [(name in self.moments, step, reducer.bucket(name).units_lag) for name, step in self.steps.items()]
+        shared = np.array(begun, np.int64)
+        _broadcast(shared, root, transport)
+        moments, steps, lost, estimate = {}, {}, 0, "the squares of units, mostly within a factor of 2"
+        for name, (has_moments, step, lag) in zip(self.specs, shared.tolist(), strict=True):
+            bucket, exponents, steps[name] = reducer.bucket(name), reducer.exponents(name), step
+            bucket.units_lag = bool(lag)
+            with self.on_stream(name):
+                if not has_moments:  # a step that failed may have begun with them on other ranks
+                    bucket.discard(name)
+                    exponents[:] = 0
+                    continue
                 host = to_host(exponents)
                 _broadcast(host, root, transport)
                 _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
-        moments, lost = {}, 0
-        for name in begun:
-            with self.on_stream(self.specs[name]):
-                whole, found = self.gather(name, transport)
+                (mean, squares, last, compensation), known = self.gather(name, transport)
+                np.minimum(last, step, out=last)  # the root may be a step behind
                 own = slice(*self.part(name))
-                made, missing = self.new_moments(name, size > 1 or bool(whole.compensation.any())), ~found[own]
-                if missing.any():
+                if (missing := ~known[own]).any():
                     lost += int(missing.sum())
-                    powers = units(to_host(self._reducer.exponents(name)[own])[missing], whole.squares.dtype)
-                    whole.squares[own][missing], whole.last[own][missing] = 2 * np.square(powers), steps[name]
-                    if units_lag.any() and found.any():
-                        whole.squares[own][missing] = whole.squares[found].mean()
-                np.minimum(whole.last, steps[name], out=whole.last)  # the root may be a step behind
-                for ours, theirs in zip(made, whole, strict=True):
-                    if ours is not None and theirs is not None:
-                        ours[:] = from_host(theirs[own], ours)
-                moments[name] = made
-        self.adopt(moments, steps, bool(units_lag[0]))
+                    squares[own][missing], last[own][missing] = (
+                        2 * np.square(units(host[own][missing], mean.dtype)),
+                        step,
+                    )
+                    if lag and known.any():
+                        squares[own][missing], estimate = squares[known].mean(), "the mean of the tensor's others"
+                made = self.new_moments(name, transport.size > 1 or bool(compensation.any()))
+                moments[name] = filled(made, [array[own] for array in (mean, squares, last, compensation)])
+        self.adopt(moments, steps)
         if lost:
             _log.warning(
                 "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
                 "Load a checkpoint for exact ones",
                 rank,
                 f"{lost:,}",
-                "the mean of the tensor's others"
-                if units_lag[0]
-                else "the squares of units, mostly within a factor of 2",
+                estimate,
             )
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
@@ -597,9 +568,13 @@ class LazyAdamW:
             found[begin:end] = True
         return whole, found
 
-    def replicated(self) -> dict[str, Array]:
-        """Return the exponents of all units by name. They must be equal on all ranks."""
-        return {f"{name}.unit": self._reducer.exponents(name) for name in self.moments}
+
+def filled(moments: Moments, host: Iterable[Array | None]) -> Moments:
+    """Copy arrays in host memory into moments that have them, and return these moments."""
+    for ours, theirs in zip(moments, host, strict=True):
+        if ours is not None and theirs is not None:
+            ours[:] = from_host(theirs, ours)
+    return moments
 
 
 def _use_units(residual: Array, exponents: Array, new: Array) -> None:
@@ -646,7 +621,7 @@ def read_moments(
         part: the begin and the end of the part.
         eps: if not ``None``, compute the exponents of units from the second moments of the whole tensor.
     """
-    name, own = spec.name, slice(*part)
+    name = spec.name
     with reading(f"moments of {name}", "mean, squares, last and step"):
         step, last, saved_part = saved["step"], saved["last"], saved.get("part")
         if not is_count(step):
@@ -673,7 +648,7 @@ def read_moments(
             low, high = lowest[field], step if field == "last" else max_
             if array.size and not low <= array.min() <= array.max() <= high:
                 raise InvalidInputError(f"state: {field} of {name}: expected finite numbers from {low:g} to {high:g}")
-        last, exponents = last.astype(np.int32).reshape(-1), None
+        arrays["last"], exponents = last.astype(np.int32).reshape(-1), None
         if eps is not None:
             if saved_part is not None:
                 raise InvalidInputError(
@@ -681,15 +656,10 @@ def read_moments(
                     "its residuals, or for PyTorch what consolidate_state_dict() returned"
                 )
             exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
-            arrays["squares"][(last == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
-        last, found = (
-            (last, arrays)
-            if saved_part is not None
-            else (last[own], {field: array[own] for field, array in arrays.items()})
-        )
-        return SavedMoments(
-            Moments(found["mean"], found["squares"], last, found.get("compensation")), int(step), exponents
-        )
+            arrays["squares"][(arrays["last"] == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
+        own = slice(*part) if saved_part is None else slice(None)
+        own_arrays: Any = [arrays[field][own] if field in arrays else None for field in Moments._fields]
+        return SavedMoments(Moments(*own_arrays), int(step), exponents)
 
 
 def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
@@ -711,6 +681,5 @@ def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dic
 
 
 STATE_FIELDS = {  # of an optimizer's state, besides those of its reducer
-    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments),
-    "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
+    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)
 }

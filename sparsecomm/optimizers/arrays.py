@@ -32,8 +32,8 @@ class SparseAdamW:
             gradients = ...                                 # by name, of this rank's samples
             optimizer.step(gradients)
 
-    Each step is collective. Weights, moments, and the step of each weight's last update are the same on all ranks, bit
-    for bit. Each rank stores the gradient that it has not sent in residuals. By default a step updates about 9 % of the
+    Each step is collective. Weights are the same on all ranks, bit for bit. A rank keeps AdamW's state of the weights
+    that it owns, and stores the gradient that it has not sent in residuals. By default a step updates about 9 % of the
     weights. A weight that was last updated 11 steps ago makes 11 steps of AdamW at once. Use the learning rate that is
     best with dense gradients. At ``density=1.0`` this is AdamW with dense, exact sums.
 
@@ -49,7 +49,7 @@ class SparseAdamW:
         density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step.
             With 0.09 a weight is updated in one of 11 steps on average.
         dense_steps, comm, wire, bucket_bytes, on_step: as in `Reducer`.
-        check_weights_every: call `check_weights` for weights and moments before each step whose number is a multiple of
+        check_weights_every: call `check_weights` for weights and units before each step whose number is a multiple of
             this; 0: before the first step only; ``None``: never.
 
     Raises:
@@ -109,7 +109,7 @@ class SparseAdamW:
             not finite or too large.
 
         Raises:
-            WeightMismatchError: weights or moments differ between ranks.
+            WeightMismatchError: weights or units differ between ranks.
             SparseCommError: as `sparse_allreduce`. The gradients are in the residuals; you may make the next step.
         """
         if not isinstance(gradients, Mapping):
@@ -118,13 +118,11 @@ class SparseAdamW:
             raise InvalidInputError(
                 f"gradients: {listed(unknown)} are no names of the {len(self.weights)} weights, {listed(self.weights)}"
             )
-        adamw, reducer, rules = self._adamw, self._reducer, self._rules()
+        adamw, rules = self._adamw, self._rules()
         for name, gradient in gradients.items():  # before anything is sent
             if gradient is not None:
                 adamw.specs[name].tensor(gradient, name)
-        done = reducer.last
-        if done is None or done is adamw.done:  # otherwise an interrupt prevented the update by `done`
-            done = adamw.exchange(gradients, self.weights, self.weights, rules)
+        done = adamw.unfinished or adamw.exchange(gradients, self.weights, self.weights, rules)
         if not adamw.missing:
             adamw.update(self.weights, done)
         return done
@@ -148,7 +146,8 @@ class SparseAdamW:
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Continue with the ranks of another communicator: see `Reducer.rebuild`. Collective over them.
 
-        Ranks that join receive the moments of a rank that stays. You must broadcast the weights.
+        Moments are divided among the new ranks. Those of lost ranks are replaced: first moments by zeros, and second
+        moments by approximate values. You must broadcast the weights.
         """
         self._adamw.complete()
         rebuilt = self._reducer.rebuild(comm, joining=joining)
@@ -168,13 +167,12 @@ class SparseAdamW:
         adamw.check_complete()
         moments: dict[str, Any] = {}
         for name, its in adamw.moments.items():
-            with adamw.on_stream(adamw.specs[name]):
+            with adamw.on_stream(name):
                 moments[name] = {
                     field: None if array is None else to_host(array) for field, array in its._asdict().items()
                 }
             moments[name] |= {"step": adamw.steps[name], "part": list(adamw.parts[name])}
-        own = {"moments": moments, "units_lag": adamw.units_lag, "format": _SCHEMA.format}
-        return {**self._reducer.state_dict(), **own}
+        return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
@@ -198,12 +196,11 @@ class SparseAdamW:
 
             def commit() -> None:
                 prepared.commit()
-                adamw.load(moments, prepared.fields["units_lag"])
+                adamw.load(moments)
 
-            shared = {"moments": steps, "units_lag": prepared.fields["units_lag"]}
-            return Prepared({**prepared.common, **shared}, commit)
+            return Prepared({**prepared.common, "moments": steps}, commit)
 
-        self._reducer.load_with(prepare, ["moments", "units_lag"])
+        self._reducer.load_with(prepare, ["moments"])
 
     def report(self) -> str:
         """Return a table for this rank: see `Reducer.report`."""

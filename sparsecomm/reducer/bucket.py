@@ -60,9 +60,10 @@ class Bucket:
         shape: shape of the call's input: the tensor's shape if there is one tensor, otherwise flat.
         residuals, velocities: flat views by name. ``velocities`` is empty without momentum.
         residual: the flat residual of all tensors.
-        owners: with `Settings.owned`, the number of ranks that own elements: the first ones.
-        exponents: with `Settings.owned`, the exponents of units, which are the same on all ranks: see
+        owners: with `Settings.owner`, the number of ranks that own elements: the first ones.
+        exponents: with `Settings.owner`, the exponents of units, which are the same on all ranks: see
             `sparsecomm.backends.adamw.unit_exponents`; else empty. ``exponents_of``: flat views by name.
+        units_lag: dense steps have changed the owners' moments, but not yet the units; the same on all ranks.
         missing: names of tensors for which `take` was not called in this step.
         outs: this step's outputs for sums by name.
         last_gradient: the gradient that was taken last in this step.
@@ -84,11 +85,12 @@ class Bucket:
         with self.on_stream(None):
             self._state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
             dtype = unit_dtype(self.accumulator.accumulator)
-            self.exponents = self.backend.zeros(self.size if settings.owned else 0, dtype)
+            self.exponents = self.backend.zeros(0 if settings.owner is None else self.size, dtype)
         self.residual = self._state[0]
         self.residuals = self.views(self.residual)
         self.velocities = self.views(self._state[1]) if settings.momentum else {}
-        self.exponents_of = self.views(self.exponents) if settings.owned else {}
+        self.exponents_of = {} if settings.owner is None else self.views(self.exponents)
+        self.units_lag = False
         self.owners = min(num_ranks, max(1, self.size // _MIN_OWNED))
         self._plan_key, self._plan_density = object(), 0.0
         self.last_plan: Plan | None = None

@@ -18,7 +18,6 @@ from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
-from sparsecomm.reducer.owned import Owner
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Device, TensorSpec, from_host, to_host
@@ -116,8 +115,10 @@ class Buckets:
             {name: bucket.exponents_of[name] for name, bucket in buckets if bucket.exponents_of},
         )
 
-    def fill(self, *arrays: Mapping[str, Array]) -> None:
+    def fill(self, *arrays: Mapping[str, Array], units_lag: bool) -> None:
         """Set the arrays of `arrays` to flat arrays by name, in host memory or on the tensors' devices."""
+        for bucket in self.all:
+            bucket.units_lag = units_lag
         with self.on_current_stream():
             for ours, theirs in zip(self.arrays(), arrays, strict=True):
                 for name, view in ours.items():
@@ -136,7 +137,7 @@ class Connection:
     """A reducer's connection to the ranks of a communicator, made when the reducer first needs them.
 
     Attributes:
-        specs, settings, owner: the reducer's tensors, options, and owner: see `Reducer.own`.
+        specs, settings: the reducer's tensors and options.
         transport: ``None`` before `connect` or `move`; the attributes below do not exist then.
         queue: makes the reducer's calls.
         number: number of this reducer among the reducers that use the queue.
@@ -147,10 +148,8 @@ class Connection:
     number: int
     buckets: Buckets
 
-    def __init__(
-        self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings, owner: Owner | None = None
-    ) -> None:
-        self.specs, self.settings, self._comm, self.owner = specs, settings, comm, owner
+    def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
+        self.specs, self.settings, self._comm = specs, settings, comm
         self.transport: Transport | None = None
         self._backends = Backends()  # for all work outside calls
 
@@ -193,7 +192,8 @@ class Connection:
         buckets = Buckets(self.specs, self.settings, self._backends, number, bucket_bytes, transport.size)
         if keep:
             with self.buckets.on_current_stream():
-                buckets.fill(*self.buckets.arrays())
+                lag = any(bucket.units_lag for bucket in self.buckets.all)
+                buckets.fill(*self.buckets.arrays(), units_lag=lag)
         queue.users = max(queue.users, number + 1)
         self.queue, self.number, self.buckets = queue, number, buckets
         self._comm, self.transport = comm, transport

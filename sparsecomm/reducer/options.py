@@ -158,10 +158,10 @@ class ReducerOptions(CallOptions, total=False):
 class Settings:
     """The options of a `sparsecomm.Reducer`, which documents them, checked and converted.
 
-    ``chunk`` is ``None`` unless the scope is "chunk". ``owned``: owners make an optimizer's step: see `Reducer.own`.
+    ``chunk`` is ``None`` unless the scope is "chunk". ``owner``: the `Owner` of `Reducer.own`, or ``None``.
     """
 
-    owned = False
+    owner: Any = None
 
     def __init__(
         self,

@@ -136,13 +136,19 @@ class OwnedCall(BucketCall):
         parts = bucket.parts(comm.rank)
         bounds = [begin + part.offset for part in parts] + [end]
         step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
-        updates = backend.with_values(sums, xp.concatenate(step.changes))  # without zeros
+        values, signs = xp.concatenate(step.changes), xp.concatenate(step.signs)
+        updates = SparseVector.trusted(sums.indices, values, sums.size, sums.shape)
+        if not values.all():
+            nonzero = xp.flatnonzero(values)
+            updates, signs = updates.at(nonzero), signs[nonzero]
         if comm.size > 1:
-            updates = comm.quantized(updates, _Kept())
-        signs = xp.concatenate(step.signs).astype(sums.values.dtype)
-        if updates.nnz < sums.nnz:
-            signs = signs[xp.searchsorted(sums.indices, updates.indices)]
-        return Outcome(updates, backend.with_values(updates, signs), step.verdict)
+            exact, updates = updates, comm.quantized(updates, _Kept())
+            if updates.nnz < exact.nnz:
+                signs = signs[xp.searchsorted(exact.indices, updates.indices)]
+        positions = xp.flatnonzero(signs)
+        changes = updates.at(positions)
+        changes.values = signs[positions].astype(values.dtype)
+        return Outcome(updates, changes, step.verdict)
 
     def _dense(self) -> Outcome:
         """Add up gradients at their owners, and gather new weights. Two trips."""

@@ -137,7 +137,6 @@ class Reducer:
         if on_step is not None and not callable(on_step):
             raise InvalidInputError(f"on_step={quote(on_step)}: must be a function of a number and a dictionary")
         self._on_step, self._comm = on_step, comm
-        self._owner: Owner | None = None
         schedule, options = with_dense_steps(density, dense_steps), Options.of(algorithm, op, wire)
         sizes, residuals = (scope, chunk, dense_below, bucket_bytes), (momentum, masking, clip, decay)
         self._settings = Settings(schedule, options, *sizes, *residuals, skip_nonfinite)
@@ -157,7 +156,7 @@ class Reducer:
         for dtype in {spec.accumulator.name for spec in specs.values()}:
             self._settings.options.check(dtype, by_chunk=self._settings.chunk is not None)
         self._comm = self._comm if comm is None else comm
-        self._specs, self._connection = specs, Connection(self._comm, specs, self._settings, self._owner)
+        self._specs, self._connection = specs, Connection(self._comm, specs, self._settings)
         self._open = self._begin(0)
 
     def own(self, owner: Owner) -> None:
@@ -165,9 +164,8 @@ class Reducer:
 
         Needs ``skip_nonfinite``, the algorithm "auto" or "double", and gradients from `push_with`.
         """
-        self._owner, self._settings.owned = owner, True
-        self._connection = Connection(self._comm, self._specs, self._settings, owner)
-        self._open = self._begin(0)
+        self._settings.owner = owner
+        self.place(self._specs)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
         return OpenStep(self._connection, self.counters, number, before, unsummed_before)

@@ -13,7 +13,7 @@ from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.connection import Buckets, Connection
 from sparsecomm.states.loading import as_float, reading
-from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, summed
+from sparsecomm.states.schema import Schema, StateDict, are_arrays, common, is_count, is_list, is_positive, summed
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.profile import KnownCosts, measured
@@ -34,19 +34,14 @@ def _is_link(value: Any) -> bool:
     return is_list(value) and len(value) == 3 and all(0 < to_float(each) < 1e9 for each in value)
 
 
-def _is_units(value: Any, _: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and np.asarray(array).dtype.kind == "u" for name, array in value.items()
-    )
-
-
 REDUCER = Schema(
     "Reducer",
     3,
     {
         "residuals": summed(),
         "velocities": summed(),
-        "units": common("arrays of unsigned integers by name", _is_units),
+        "units": common("arrays of unsigned integers by name", are_arrays("u")),
+        "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
         "step": common("a number of steps", is_count),
         "order": common("a list of names, or None", _is_order),
         "bucket_bytes": common("a number of bytes, at least 1", is_positive),
@@ -55,7 +50,7 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
-    lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # some fields are of optimizers
+    lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # moments: of optimizers
 )
 
 
@@ -74,6 +69,7 @@ def fields_of(connection: Connection, step: int) -> StateDict:
         "residuals": residuals,
         "velocities": velocities,
         "units": units,
+        "units_lag": any(bucket.units_lag for bucket in buckets.all),
         "step": step,
         "order": None,
         "bucket_bytes": buckets.bucket_bytes,
@@ -102,7 +98,7 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
         if saved.any() and not 1 <= saved.min() <= saved.max() <= highest:
             raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}")
         units[name] = saved.reshape(-1)
-    buckets.fill(residuals, velocities, units)
+    buckets.fill(residuals, velocities, units, units_lag=found["units_lag"])
     return buckets
 
 

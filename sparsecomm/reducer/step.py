@@ -159,7 +159,7 @@ class OpenStep:
             pairs = partial(_contents, position, bucket.tensors, self.number, self.label, common)
             label = Label((position, self.number, self.label.checksum, common.checksum), pairs)
             arguments = bucket, self._transport, queue, self.density, label, self._counters
-            owner = self._connection.owner
+            owner = self._settings.owner
             call = BucketCall(*arguments) if owner is None else OwnedCall(owner, *arguments)
             self._calls.append((queue.submit(call), call))
         if self.first_gradients is not None and self._first_step is None and len(self._calls) == len(buckets):

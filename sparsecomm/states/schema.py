@@ -53,7 +53,7 @@ def per_rank(expected: str, is_valid: IsValid, reshard: Reshard) -> Field:
 
 def summed() -> Field:
     """Return a field that maps names to arrays. `reshard` preserves the sum of each array over all ranks."""
-    return Field("arrays of floats by name", _is_arrays, summed=True)
+    return Field("arrays of floats by name", are_arrays("f"), summed=True)
 
 
 class Schema:
@@ -233,9 +233,11 @@ def is_list(value: object, _: object = None) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def _is_arrays(value: Any, _: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and np.asarray(array).dtype.kind == "f" for name, array in value.items()
+def are_arrays(kind: str) -> IsValid:
+    """Return a check that a value has arrays by name, with dtypes of this kind."""
+    return lambda value, _: (
+        isinstance(value, dict)
+        and all(isinstance(name, str) and np.asarray(array).dtype.kind == kind for name, array in value.items())
     )
 
 

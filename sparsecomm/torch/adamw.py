@@ -15,9 +15,9 @@ import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.checks import quote, to_bool, to_int, with_options
-from sparsecomm.errors import InvalidInputError, did_you_mean
-from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, read_moments
+from sparsecomm.checks import check_options, quote, to_bool, to_int, with_options
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, filled, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.options import OnStep, Schedule
@@ -122,6 +122,7 @@ class SparseAdamW(SparseOptimizer):
         overlap: bool = False,
         **options: Unpack[AdamWOptions],
     ) -> None:
+        check_options(SparseAdamW, options)
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
         defaults |= {"differentiable": differentiable, "fused": fused}
@@ -136,12 +137,6 @@ class SparseAdamW(SparseOptimizer):
                 stacklevel=2,
             )
         self.overlap = to_bool("overlap", overlap)
-        if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
-            known = [*defaults, "density", "dense_steps", "overlap", *AdamWOptions.__annotations__]
-            raise InvalidInputError(
-                f"{unknown[0]} is not an option of SparseAdamW; expected some of {', '.join(known)}"
-                f"{did_you_mean(unknown[0], known)}"
-            )
         super().__init__(groups, defaults)
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
         self._exchange.model = model
@@ -409,8 +404,7 @@ class AdamWExchange(AutogradExchange):
                 )
             if entry and _has_moments(entry):
                 entry |= self.usable_state(parameter, entry)
-                fields = [None if (t := entry.get(key)) is None else _flat(t) for key in FIELDS]
-                adamw.replace(name, Moments(*fields), int(entry["step"]))  # type: ignore[arg-type]
+                adamw.replace(name, _moments_in(entry), int(entry["step"]))
             elif name in adamw.moments or self._has_units(name):
                 adamw.replace(name, None, 0)
             self._note(name)
@@ -445,17 +439,13 @@ class AdamWExchange(AutogradExchange):
             found = self._found(name, entry, tuple(found.get("part", part)))
         eps = None if not spec.size or self._has_units(name, prepared) else self.rules()[name].eps
         moments, count, exponents = read_moments(found, spec, part, eps)
-        with self.adamw.on_stream(spec):
+        with self.adamw.on_stream(name):
             if exponents is not None:
                 bucket.exponents_of[name][:] = from_host(exponents, bucket.exponents_of[name])
-            used = {**entry, "step": _step_tensor(count)}
-            compensated = self.reducer.transport.size > 1 or moments.compensation is not None
-            for key, array, room in zip(FIELDS, moments, self._zeros(name, part, compensated), strict=False):
-                if not _is_usable(entry.get(key), room):
-                    used[key] = room
-                if array is not None:
-                    flat = _flat(used[key])
-                    flat[:] = from_host(array, flat)
+            zeros = self._zeros(name, part, self.reducer.transport.size > 1 or moments.compensation is not None)
+            unusable = {key: tensor for key, tensor in zeros.items() if not _is_usable(entry.get(key), tensor)}
+            used = {**entry, "step": _step_tensor(count), **unusable}
+            filled(_moments_in(used), moments)
         return used
 
     def _found(self, name: str, entry: Mapping[str, Any], part: tuple[int, int]) -> dict[str, Any]:
@@ -477,12 +467,13 @@ class AdamWExchange(AutogradExchange):
             found["step"] = int(step) if step.is_integer() else step
         return found
 
-    def _zeros(self, name: str, part: tuple[int, int], compensated: bool) -> list[torch.Tensor]:
+    def _zeros(self, name: str, part: tuple[int, int], compensated: bool) -> dict[str, torch.Tensor]:
         """Return zeros for `FIELDS`: in the parameter's shape if this rank owns all of it, otherwise flat."""
         parameter, spec, size = self.named[name], self.adamw.specs[name], part[1] - part[0]
         like = parameter if size == spec.size else self._local(parameter).new_empty(size)
         real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-        return [_zeros_like(like, dtype) for dtype in (real, real, torch.int32, real)[: 4 if compensated else 3]]
+        dtypes = (real, real, torch.int32, real)[: 4 if compensated else 3]
+        return {key: _zeros_like(like, dtype) for key, dtype in zip(FIELDS, dtypes, strict=False)}
 
     def _note(self, name: str) -> None:
         """Note the state of a parameter, to notice when it changes."""
@@ -501,11 +492,10 @@ class AdamWExchange(AutogradExchange):
     def _new_state(self, name: str, compensated: bool) -> Moments:
         """Set a parameter's state in the optimizer to zeros, and return its moments."""
         parameter, state = self.named[name], self.optimizer.state
-        tensors = self._zeros(name, self.adamw.part(name), compensated)
-        others = _without_moments(state.get(parameter, {}))
-        state[parameter] = {**others, "step": _step_tensor(0), **dict(zip(FIELDS, tensors, strict=False))}
+        zeros, others = self._zeros(name, self.adamw.part(name), compensated), _without_moments(state[parameter])
+        state[parameter] = {**others, "step": _step_tensor(0), **zeros}
         self._note(name)
-        return Moments(*[*map(_flat, tensors), None][:4])  # type: ignore[arg-type]
+        return _moments_in(zeros)
 
     def _write_steps(self) -> None:
         """Write the numbers of steps into the state, without a new version of the tensors."""
@@ -520,10 +510,10 @@ class AdamWExchange(AutogradExchange):
                 self.optimizer.state[parameter] = {"step": _step_tensor(0)}
                 self._note(name)
 
-    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
-        super().on_state_loaded(prepared)
+    def on_state_loaded(self) -> None:
+        super().on_state_loaded()
         self._weights, self._adopted = None, {}
-        self.adamw.adopt({}, {}, prepared.fields["units_lag"] if prepared else self.adamw.units_lag)
+        self.adamw.adopt({}, {})
         self.adopt_state()
 
     def state_dict(self) -> StateDict:
@@ -533,7 +523,6 @@ class AdamWExchange(AutogradExchange):
             self.adopt_state()
         adamw = self.adamw
         adamw.check_complete()
-        state["units_lag"] = adamw.units_lag
         for name in adamw.moments:
             tensors = self._adopted[name].tensors[1:]  # the optimizer may be gone
             flat = [None if t is None else local(t).cpu().view(-1) for t in tensors]
@@ -552,8 +541,7 @@ class AdamWExchange(AutogradExchange):
                         exponents[:] = self.reducer.exponents(name)
             for name, saved in prepared.fields["moments"].items():
                 fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
-                entry = {**fields, "step": saved["step"]}
-                found[name] = self.usable_state(self.named[name], entry, prepared)
+                found[name] = self.usable_state(self.named[name], {**fields, "step": saved["step"]}, prepared)
 
             def commit() -> None:
                 for name, parameter in self.named.items() if prepared.fields["units"] else ():
@@ -582,15 +570,13 @@ class AdamWExchange(AutogradExchange):
         adamw.check_complete()
         for name in adamw.moments:
             entry, spec = self.optimizer.state[self.named[name]], adamw.specs[name]
-            with adamw.on_stream(spec):
+            with adamw.on_stream(name):
                 whole, _ = adamw.gather(name, self.reducer.transport)
                 if self.reducer.transport.rank == to:
                     tensors = self._zeros(name, (0, spec.size), bool(whole.compensation.any()))
-                    for tensor, array in zip(tensors, whole, strict=False):
-                        flat = _flat(tensor)
-                        flat[:] = from_host(array, flat)
+                    filled(_moments_in(tensors), whole)
                     step = {"step": _step_tensor(adamw.steps[name])}
-                    found[id(entry)] = _without_moments(entry) | dict(zip(FIELDS, tensors, strict=False)) | step
+                    found[id(entry)] = {**_without_moments(entry), **tensors, **step}
         return found
 
 
@@ -611,6 +597,11 @@ def _has_moments(entry: Mapping[str, Any]) -> bool:
     if isinstance(squares, torch.Tensor):
         return bool(entry.get("step", 1)) or bool(local(squares).any())
     return any(key in entry for key in MOMENTS)
+
+
+def _moments_in(entry: Mapping[str, Any]) -> Moments:
+    """Return the moments in a parameter's state, with which they share memory."""
+    return Moments(*[None if (tensor := entry.get(key)) is None else _flat(tensor) for key in FIELDS])  # type: ignore[arg-type]
 
 
 def _without_moments(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -310,7 +311,7 @@ class GradientExchange(TrainedParameters):
     def state_dict(self) -> StateDict:
         """Return the reducer's state, with arrays as tensors in host memory, and the loss scale."""
         state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
-        return {**state, "format": SCHEMA.format, "loss_scale": self._scale, "moments": {}, "units_lag": False}
+        return {**state, "format": SCHEMA.format, "loss_scale": self._scale, "moments": {}}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
@@ -318,7 +319,7 @@ class GradientExchange(TrainedParameters):
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
         """Load a state that has more fields, ``keys``: see `Reducer.load_with`. Collective."""
-        self.reducer.load_with(prepare, ["loss_scale", "units_lag", *keys])
+        self.reducer.load_with(prepare, ["loss_scale", *keys])
 
     def prepare_state(self, state: State) -> PreparedState:
         """Convert and check a state for `load_with`. Nothing is sent, and nothing changes."""
@@ -329,13 +330,12 @@ class GradientExchange(TrainedParameters):
             prepared.commit()
             self._scale, self.step_failed = scale, False
             self._reset(exchanged=False)
-            self.on_state_loaded(prepared)
+            self.on_state_loaded()
 
-        together = {**prepared.common, "loss_scale": scale or 0.0, "units_lag": prepared.fields["units_lag"]}
-        return PreparedState(together, commit, prepared.fields, buckets=prepared.buckets)
+        return replace(prepared, common={**prepared.common, "loss_scale": scale or 0.0}, commit=commit)
 
-    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
-        """Let the next step compare the weights again. ``prepared``: the reducer's state, if it was loaded too."""
+    def on_state_loaded(self) -> None:
+        """Let the next step compare the weights again."""
         self._reducer.weights_checked, self.num_steps = None, 0
 
 
@@ -405,8 +405,8 @@ class SparseState(GradientExchange):
         self._reset_pass()
         return rebuilt
 
-    def on_state_loaded(self, prepared: PreparedState | None = None) -> None:
-        super().on_state_loaded(prepared)
+    def on_state_loaded(self) -> None:
+        super().on_state_loaded()
         self._reset_pass()
 
     def __repr__(self) -> str:

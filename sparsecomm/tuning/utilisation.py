@@ -47,9 +47,11 @@ _SMALL = 4096  # elements of small tensors, such as norms and biases, which a Re
 _FOREGROUND_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
 _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
-# SparseAdamW with its selection takes longer than fused AdamW by (56.0 - 18.3) ms for 25.6M weights: 1.5 ns per weight
-# (bench/results/training-adamw-work.txt).
-_ADAMW_PASSES = 3.7
+# SparseAdamW with its selection, on one rank, and fused AdamW, which it replaces: 56.0 and 18.3 ms for 25.6M weights
+# (bench/results/training-adamw-work.txt). On P ranks, owners divide a part of the work: times are proportional to the
+# bytes read, 43 per weight on one rank, and 20.1 + 32.2/P on P ranks (docs/reports/adamw.md).
+_ADAMW_PASSES, _FUSED_PASSES = 5.5, 1.8
+_ON_ALL, _AT_OWNERS = 20.1 / 43, 32.2 / 43
 # Passes per cache line of 16 elements with a selected entry: 40 ns for gradient, residual and sum. Fitted to `double`
 # on 4 simulated ranks with 8M weights: 1.6 and 3.0 ns of CPU time per weight at density 0.018 and 0.1.
 _LINE_PASSES, _LINE = 100.0, 16
@@ -95,7 +97,7 @@ class Exchange:
     sync_every: int | None = None  # local steps per round; None: gradients are summed in every step
     delay: int = 0  # `fragment_sync_delay` of `LocalSteps`
     overlap: bool = False  # whether the calls of a step begin during the backward pass, as in DistributedDataParallel
-    adamw: bool = False  # whether `SparseAdamW` applies the sums
+    adamw: bool = False  # whether the owners of `SparseAdamW` make its step with the sums
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
         foreground = (_DENSE_PASSES if dense else _FOREGROUND_PASSES) * costs.add * n
         background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
     elif exchange.adamw:
-        foreground = max(0.0, _ADAMW_PASSES * costs.add - costs.select) * n
+        passes = _ADAMW_PASSES * (_ON_ALL + _AT_OWNERS / training.ranks) - _FUSED_PASSES
+        foreground = max(0.0, passes * costs.add - costs.select) * n
     else:
         touched = 0.0 if dense else _LINE_PASSES * (1 - (1 - exchange.density) ** _LINE) / _LINE
         foreground = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n

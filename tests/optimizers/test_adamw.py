@@ -7,7 +7,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -418,7 +418,7 @@ def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuild
         mine = weights()
         optimizer, made = sc.SparseAdamW(mine, 0.01, comm=transport, density=density), []
         optimizer.step(gradients(0, transport.rank))
-        adamw, backend = optimizer._adamw, CpuBackend(1)
+        update, backend, buckets = optimizer._adamw.update, CpuBackend(1), optimizer.reducer.buckets
 
         class Failing:
             def __getattr__(self, name: str) -> Any:
@@ -427,8 +427,18 @@ def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuild
                     raise MemoryError
                 return getattr(backend, name)
 
+        def failing(*arguments: Any) -> None:
+            kept = [bucket.backend for bucket in buckets]
+            for bucket in buckets:
+                bucket.backend = cast("Any", Failing())
+            try:
+                update(*arguments)
+            finally:
+                for bucket, its in zip(buckets, kept, strict=True):
+                    bucket.backend = its
+
         if transport.rank == 0 and at is not None:
-            kept, adamw._backends = adamw._backends, dict.fromkeys(adamw._backends, Failing())
+            optimizer._adamw.update = failing  # type: ignore[method-assign]
             try:
                 optimizer.step(gradients(1, transport.rank))
             except MemoryError:
@@ -437,11 +447,11 @@ def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuild
                     optimizer.state_dict()
                 if not rebuilds:
                     optimizer.step(gradients(1, transport.rank))
-            adamw._backends = kept
         else:
             optimizer.step(gradients(1, transport.rank))
         if rebuilds:
             optimizer.rebuild(transport)
+        optimizer._adamw.update = update  # type: ignore[method-assign]
         for step in range(2, 4):
             optimizer.step(gradients(step, transport.rank))
         return copy.deepcopy((mine, optimizer.state_dict()))
@@ -663,6 +673,27 @@ def test_moments_of_a_lost_rank_are_made_from_units(density: float, caplog: pyte
         ratio = (after[name]["squares"] / np.maximum(its["squares"], 1e-30))[is_lost & (its["last"] > 3)]
         assert ratio.size == 0 or 0.4 < np.exp(np.log(ratio).mean()) < 2.5
     assert f"rank 1: {count} moments were on lost ranks" in caplog.text
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_refresh_of_units_that_failed_on_a_rank_is_made_again(behind: int) -> None:
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=lambda step: 1.0 if step < 3 else 0.3)
+        for step in range(3):
+            optimizer.step(gradients(step, transport.rank))
+        kept = copy.deepcopy([(bucket.exponents, bucket.residual) for bucket in optimizer.reducer.buckets])
+        optimizer._adamw._refresh_units(optimizer._rules())
+        for bucket, (exponents, residual) in zip(optimizer.reducer.buckets, kept, strict=True):
+            assert not data.same_bits(bucket.exponents, exponents)
+            if transport.rank == behind:  # as if its call had failed
+                bucket.exponents[:], bucket.residual[:], bucket.units_lag = exponents, residual, True
+        optimizer.rebuild(transport)
+        for step in range(3, 6):
+            assert optimizer.step(gradients(step, transport.rank)).usable
+        return mine, optimizer.state_dict()
+
+    check_equal(run(2, program))
 
 
 @pytest.mark.parametrize("behind", [0, 1])

@@ -485,6 +485,29 @@ def test_parts_after_ranks_have_joined() -> None:
     run(3, program)
 
 
+@pytest.mark.parametrize("fails", [0, 1])
+def test_ranks_go_on_if_the_first_moments_failed_on_a_rank(fails: int) -> None:
+    """All ranks take whether moments have begun from the first rank."""
+
+    def program(transport: simulated.SimulatedTransport) -> list[Any]:
+        mine = Parts(transport)
+        exchange = mine.it._exchange
+        mine.steps(1)
+        if transport.rank == fails:  # as if the call had failed on this rank
+            mine.it.state.clear()
+            exchange._adopted.clear()
+            exchange.adamw.adopt({}, {})
+            for bucket in mine.it.reducer.buckets:
+                bucket.exponents[:], bucket.residual[:] = 0, 0
+        mine.it.rebuild(transport)
+        mine.steps(3)
+        return [p.detach().numpy().copy() for p in mine.named.values()]
+
+    first, second = run(2, program)
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_settings_change_before_a_backward_pass_that_exchanges() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine, other = (OfTorchWithOverlap(transport, **RULE) for _ in range(2))

@@ -123,6 +123,15 @@ def test_losses_and_short_queues_cost_round_trips_and_timeouts() -> None:
     assert 0.2 < short.seconds - enough.seconds < 0.6
 
 
+def test_owners_share_the_work_of_adamw() -> None:
+    """With fused AdamW's time, own work is proportional to the bytes read in docs/reports/adamw.md."""
+    n, costs = 10**8, replace(DEFAULT, select=0.0, merge=0.0, codec=0.0, call=0.0)
+    exchange, fused = Exchange("double", "packed_int2", 0.09, adamw=True), 18.3e-3 / 25.6e6 * n
+    four, eight = (fused + predict(Training(P, n, 1.0), Network(1e9), exchange, costs).work for P in (4, 8))
+    assert four / eight == pytest.approx(28.2 / 24.1, rel=0.01)
+    assert four == pytest.approx(56.0e-3 / 25.6e6 * n * 28.2 / 43, rel=0.02)
+
+
 # -- logic ------------------------------------------------------------------------------------------------------------
 
 
