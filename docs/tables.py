@@ -217,7 +217,7 @@ def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, di
 
     Keys are the model, beta2, P, the way and its settings. Rates with fewer seeds only served to find the best.
     """
-    usual = {"optimizer": "adamw", "warmup": 0.02, "cap": 0}
+    usual = {"optimizer": "adamw", "warmup": 0.02, "cap": 0, "weights": "float32"}
     matter = {
         "whole": ("density", "bits", "choose"),
         "sparse_adamw": ("density", "bits"),

@@ -64,7 +64,7 @@ def sparse_adamw(
     wire: WireName = "auto",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``optax.adamw`` with gradients averaged over all ranks, in 1/42 of the bytes of dense sums.
+    """Return ``optax.adamw`` with gradients averaged over all ranks, in 1/41 of the bytes of dense sums.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 
