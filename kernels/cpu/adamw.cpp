@@ -13,6 +13,9 @@ namespace sparsecomm {
 
 namespace {
 
+int exponent_of(float x) { return int(bit_cast<uint32_t>(x) >> 23); }
+int exponent_of(double x) { return int(bit_cast<uint64_t>(x) >> 52); }
+
 // Raises a maximum to a value if that is larger; NaN never is.
 template <class T>
 void raise(std::atomic<T>& maximum, T value) {
@@ -124,6 +127,7 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
         };
         ranges(means.count, threads, [&](size_t begin, size_t end) {
             constexpr size_t AHEAD = 64;  // entries prefetched
+            constexpr int JUMP = 4;       // maximum change of an exponent
             Block block{};
             Accumulator before[Block::SIZE];
             size_t found = 0;
@@ -160,12 +164,12 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
                 std::copy_n(block.square, size, new_square + from);
                 for (size_t j = 0; j < size; j++) {
                     const Accumulator moved = block.weight[j] - before[j], root = std::sqrt(block.square[j]) + unit_tiny;
-                    const Accumulator unit = unit_of<Accumulator>(exponent[element(j)]);
+                    const int unit = exponent[element(j)];
+                    const int up = exponent_of(root * Accumulator(0.75)) - unit, down = exponent_of(root * Accumulator(1.5)) - unit;
                     const bool fits = std::abs(block.weight[j]) + moves * std::abs(moved) < below || !(std::abs(before[j]) <= MAX);
                     const bool usable = std::abs(block.mean[j]) <= MAX && block.square[j] <= MAX && fits;
-                    // unit <= floor_power_of_two(root * 0.75) / 2, and so on: see Backend.adamw
-                    const int8_t sign = int8_t(root * Accumulator(0.75) >= 2 * unit) - int8_t(root * Accumulator(1.5) < unit);
-                    to.signs[from + j] = usable ? sign : AdamWResults::OVERFLOWS;
+                    const int jump = std::clamp(up > 0 ? up : down < 0 ? down : 0, -JUMP, JUMP);
+                    to.signs[from + j] = usable ? int8_t(jump) : AdamWResults::OVERFLOWS;
                     found += !usable;
                     if (change) change[from + j] = moved;
                 }
@@ -216,12 +220,13 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
         using Accumulator = typename decltype(format)::Accumulator;
         if constexpr (sizeof(Accumulator) == sizeof(typename decltype(format)::Bits)) {
             constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
+            constexpr int LAST = sizeof(Accumulator) == 8 ? 2046 : 254;  // exponent of a finite number
             auto* residual = static_cast<Accumulator*>(r.data);
             auto* exponent = static_cast<UnitExponent<Accumulator>*>(exponents);
             for (size_t e = 0; e < changes.count; e++) {
-                const bool up = value[e] > 0;
-                exponent[index[e]] += up ? 1 : -1;
-                const Accumulator converted = residual[index[e]] * Accumulator(up ? 0.5 : 2);
+                const int old = exponent[index[e]], jump = std::clamp(old + int(std::rint(value[e])), 1, LAST) - old;
+                exponent[index[e]] += jump;
+                const Accumulator converted = std::ldexp(residual[index[e]], -jump);
                 residual[index[e]] = std::abs(converted) <= MAX ? converted : std::copysign(MAX, converted);
             }
         }

@@ -171,7 +171,7 @@ double largest(Dense x, int threads);
 // The results of `adamw`, one element per entry: new weights, means and squares in the accumulator type; the changes of weights,
 // or null; and a sign: 1 or -1 where a unit doubles or halves, OVERFLOWS where the step must not be used.
 struct AdamWResults {
-    static constexpr int8_t OVERFLOWS = 2;
+    static constexpr int8_t OVERFLOWS = 127;
     void* weights;
     void* mean;
     void* squares;

@@ -44,7 +44,7 @@ class AdamWResult(NamedTuple):
     overflows: int
 
 
-OVERFLOWS = 2  # in `AdamWResult.signs`
+OVERFLOWS = 127  # in `AdamWResult.signs`
 
 
 def unit_dtype(real: Any) -> Any:
@@ -58,9 +58,13 @@ def unit_exponents(xp: Any, squares: Array, eps: Any) -> Array:
     The power of two with this exponent is the unit in which AdamW exchanges gradients. ``eps`` is a normal number of
     the dtype of ``squares``, so exponents are at least 1.
     """
-    root = xp.sqrt(squares) + eps
-    word, digits = _format_of(root.dtype)
-    exponents: Array = (root.view(word) >> word(digits)).astype(unit_dtype(root.dtype))
+    return exponents_of(xp.sqrt(squares) + eps)
+
+
+def exponents_of(x: Array) -> Array:
+    """Return the exponents of positive numbers."""
+    word, digits = _format_of(x.dtype)
+    exponents: Array = (x.view(word) >> word(digits)).astype(unit_dtype(x.dtype))
     return exponents
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
-from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, adamw_step, units
+from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, adamw_step, exponents_of, units
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
@@ -275,7 +275,8 @@ class Backend:
         unit, coefficients = units(exponents[index], real), [rows[:, j] for j in range(6)]
         w, m, v = adamw_step(xp, weight, quotient * unit, mean[index], squares[index], coefficients, real(eps))
         change, root = w - before, xp.sqrt(v) + real(unit_eps)
-        signs = (root * real(0.75) >= 2 * unit).astype(np.int8) - (root * real(1.5) < unit)
+        up, down = (exponents_of(root * real(each)).astype(np.int32) - exponents[index] for each in (0.75, 1.5))
+        signs = xp.clip(xp.where(up > 0, up, xp.minimum(down, 0)), -4, 4).astype(np.int8)
         fits = (abs(w) + real(margin) * abs(change) < weights.dtype.rounds_to_infinity) | ~xp.isfinite(before)
         usable = xp.isfinite(m) & xp.isfinite(v) & fits
         signs = xp.where(usable, signs, np.int8(OVERFLOWS))
@@ -297,15 +298,16 @@ class Backend:
         moments.mean[index], moments.squares[index], moments.last[index] = made.mean, made.squares, step
 
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
-        """Add changes, each 1 or -1, to exponents of units, and convert a residual of the accumulator dtype.
+        """Add rounded changes to exponents of units, and convert a residual of the accumulator dtype.
 
         A residual that would become infinite becomes the largest finite number.
         """
-        memory, index, up = self.memory_of(residual), changes.indices, changes.values > 0
-        xp, real = library_of(memory), memory.dtype.type
-        max_ = np.finfo(memory.dtype).max
-        converted = xp.clip(memory[index] * xp.where(up, real(0.5), real(2)), -max_, max_)
-        exponents[index] += xp.where(up, 1, -1).astype(exponents.dtype)  # -1 wraps around
+        memory, index = self.memory_of(residual), changes.indices
+        xp, max_, last = library_of(memory), np.finfo(memory.dtype).max, 2 * np.finfo(memory.dtype).maxexp - 2
+        old = exponents[index].astype(np.int32)
+        new = xp.clip(old + xp.rint(changes.values).astype(np.int32), 1, last)
+        converted = xp.clip(xp.ldexp(memory[index], old - new), -max_, max_)
+        exponents[index] = new.astype(exponents.dtype)
         memory[index] = converted
 
     def values_of(self, x: Tensor, index: Any) -> Array:

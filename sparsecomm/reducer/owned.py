@@ -148,6 +148,8 @@ class OwnedCall(BucketCall):
         positions = xp.flatnonzero(signs)
         changes = updates.at(positions)
         changes.values = signs[positions].astype(values.dtype)
+        if comm.size > 1:
+            changes = comm.quantized(changes, _Kept())
         return Outcome(updates, changes, step.verdict)
 
     def _dense(self) -> Outcome:
