@@ -109,8 +109,9 @@ def test_a_restart_by_torchrun_may_need_another_store(
 ) -> None:
     set_to({"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}, monkeypatch)
     process_group = pytest.importorskip("sparsecomm.transport.process_group.transport")
-    survivor = SimpleNamespace(rank=0, number=7)
-    error = process_group.ProcessGroupTransport._lost_error(survivor, process_group.DISCONNECTED, 1, "Connection reset")
+    lost = {1: (process_group.DISCONNECTED, "Connection reset")}
+    survivor = SimpleNamespace(rank=0, number=7, _lost=lost, describe_call=lambda: "call 7")
+    error = process_group.ProcessGroupTransport._lost_error(survivor, 1)
     assert isinstance(error, sc.RankFailedError)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(error)) is needed
 
