@@ -291,6 +291,9 @@ class LazyAdamW:
             The outcome. Pass it to `update`, unless moments are still `missing`, because a rank's gradient is not
             finite or its square overflows, or because there are no moments and no rank has a gradient.
         """
+        if not self._reducer.pending:  # check before this rank waits for others, which may refuse their gradients
+            for name, spec in self.specs.items():
+                spec.tensor(weights[name], name)
         self.open(replicated, rules)
         if missing := self.missing:
             self._begin(missing, gradients, rules, scale)

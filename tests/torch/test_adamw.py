@@ -137,6 +137,23 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
     run(2, program)
 
 
+def test_weights_of_another_dtype_are_refused_on_all_ranks() -> None:
+    """Also on a rank without gradients, which would wait for the others."""
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = OfTorch(transport, **RULE)
+        mine.step(gradients(0, transport.rank))
+        for p in mine.named.values():
+            p.data, p.grad = p.data.double(), None
+        mine.it.zero_grad()
+        if transport.rank:
+            mine.loss(gradients(1, transport.rank)).backward()
+        with pytest.raises(sc.InvalidInputError, match=r"got shape .*, float64 on cpu; expected"):
+            mine.it.step()
+
+    run(2, program)
+
+
 @pytest.mark.parametrize("change", ["replaced", "eps", "in place", "deleted"])
 def test_residuals_keep_their_value_if_their_units_change(change: str) -> None:
     """Or they are dropped, if their units are not known any more. Checkpoints agree with the next step."""
