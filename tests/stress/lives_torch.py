@@ -84,7 +84,7 @@ class TorchLife:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if self.life.habits.get("scaler") else None
 
     def training(self, front: str) -> Training:
-        """Return the training of a front end; "": that of the oracle."""
+        """Return the training of a front end, or of the oracle if ``front`` is empty."""
         life, habits, random = self.life, self.life.habits, torch.Generator().manual_seed(self.life.number)
         model = Model(
             {name: torch.nn.Parameter(torch.randn(shape, generator=random)) for name, shape in SHAPES.items()}
