@@ -127,7 +127,6 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
         };
         ranges(means.count, threads, [&](size_t begin, size_t end) {
             constexpr size_t AHEAD = 64;  // entries prefetched
-            constexpr int JUMP = 4;       // maximum change of an exponent
             Block block{};
             Accumulator before[Block::SIZE];
             size_t found = 0;
@@ -168,8 +167,8 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
                     const int up = exponent_of(root * Accumulator(0.75)) - unit, down = exponent_of(root * Accumulator(1.5)) - unit;
                     const bool fits = std::abs(block.weight[j]) + moves * std::abs(moved) < below || !(std::abs(before[j]) <= MAX);
                     const bool usable = std::abs(block.mean[j]) <= MAX && block.square[j] <= MAX && fits;
-                    const int jump = std::clamp(up > 0 ? up : down < 0 ? down : 0, -JUMP, JUMP);
-                    to.signs[from + j] = usable ? int8_t(jump) : AdamWResults::OVERFLOWS;
+                    const int jump = std::clamp(up > 0 ? up : down < 0 ? down : 0, -AdamWResults::MAX_JUMP, AdamWResults::MAX_JUMP);
+                    to.jumps[from + j] = usable ? int8_t(jump) : AdamWResults::OVERFLOWS;
                     found += !usable;
                     if (change) change[from + j] = moved;
                 }

@@ -169,14 +169,15 @@ struct Moments {
 double largest(Dense x, int threads);
 
 // The results of `adamw`, one element per entry: new weights, means and squares in the accumulator type; the changes of weights,
-// or null; and a sign: 1 or -1 where a unit doubles or halves, OVERFLOWS where the step must not be used.
+// or null; and how exponents of units should change, or OVERFLOWS where the step must not be used.
 struct AdamWResults {
+    static constexpr int MAX_JUMP = 4;
     static constexpr int8_t OVERFLOWS = 127;
     void* weights;
     void* mean;
     void* squares;
     void* changes;
-    int8_t* signs;
+    int8_t* jumps;
 };
 
 // Makes all AdamW steps of weights since their last update: see `Backend.adamw`. Each operation is rounded. Returns the number
@@ -197,11 +198,11 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
 void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indices, AdamWResults from, int32_t step, bool write,
                  int threads);
 
-// Doubles or halves units, and converts residuals: see `Backend.change_units`.
+// Changes units, and converts residuals: see `Backend.change_units`.
 //
 //   r          [in,out]  n elements of the accumulator type, float or double
 //   exponents  [in,out]  n exponents, as in `add_quotient`
-//   changes    [in]      indices below n, and values 1 or -1
+//   changes    [in]      indices below n, and changes of exponents, which are rounded to integers
 void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices);
 
 // x = weight * x + (1 - weight) * values, in the accumulator type; both products and the sum are each rounded, then the sum

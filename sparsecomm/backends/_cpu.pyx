@@ -201,13 +201,13 @@ cdef Moments moments_of(moments, Tensor weights):
     return state
 
 
-cdef AdamWResults results_of(list arrays, cnp.ndarray signs):
+cdef AdamWResults results_of(list arrays, cnp.ndarray jumps):
     """Return the arrays of an `AdamWResult` as a kernel argument."""
     cdef AdamWResults results
     results.weights, results.mean = cnp.PyArray_DATA(arrays[0]), cnp.PyArray_DATA(arrays[1])
     results.squares = cnp.PyArray_DATA(arrays[2])
     results.changes = NULL if arrays[3] is None else cnp.PyArray_DATA(arrays[3])
-    results.signs = <signed char*> cnp.PyArray_DATA(signs)
+    results.jumps = <signed char*> cnp.PyArray_DATA(jumps)
     return results
 
 
@@ -424,12 +424,12 @@ class CpuBackend(Backend):
         cdef int real = value_type(is_float64(weights))
         made = [empty(self.scratch, targets.data.count, real) for _ in range(3 + with_changes)]
         made += [None] * (4 - len(made))
-        signs = empty(self.scratch, targets.data.count, cnp.NPY_INT8)
+        jumps = empty(self.scratch, targets.data.count, cnp.NPY_INT8)
         found = c_adamw(
             dense(weights), moments_of(moments, weights), units, targets.data, targets.int64_indices, coefficients, count, unit_eps,
-            eps, weights.dtype.rounds_to_infinity, margin, step, results_of(made, signs), self.threads,
+            eps, weights.dtype.rounds_to_infinity, margin, step, results_of(made, jumps), self.threads,
         )
-        return AdamWResult(*made, signs, found)
+        return AdamWResult(*made, jumps, found)
 
     def store_adamw(self, Tensor weights not None, moments, entries, made, int step, cbool write):
         cdef Targets targets = Targets(entries, weights)
@@ -437,7 +437,7 @@ class CpuBackend(Backend):
         for array in arrays:
             checked(array, width(weights), "result", targets.data.count)
         c_store_adamw(
-            dense(weights), moments_of(moments, weights), targets.data, targets.int64_indices, results_of([*arrays, None], made.signs),
+            dense(weights), moments_of(moments, weights), targets.data, targets.int64_indices, results_of([*arrays, None], made.jumps),
             step, write, self.threads,
         )
 

@@ -32,7 +32,8 @@ class AdamWResult(NamedTuple):
     Attributes:
         weights, mean, squares: in the accumulator dtype.
         changes: of the weights, or ``None``.
-        signs: int8: 1 or -1 where a unit doubles or halves, and `OVERFLOWS` where the step must not be used.
+        jumps: int8: how exponents of units should change, at most by `MAX_JUMP`, and `OVERFLOWS` where the step must
+            not be used.
         overflows: the number of entries that overflow.
     """
 
@@ -40,11 +41,12 @@ class AdamWResult(NamedTuple):
     mean: Array
     squares: Array
     changes: Array | None
-    signs: Array
+    jumps: Array
     overflows: int
 
 
-OVERFLOWS = 127  # in `AdamWResult.signs`
+MAX_JUMP = 4
+OVERFLOWS = 127  # in `AdamWResult.jumps`
 
 
 def unit_dtype(real: Any) -> Any:

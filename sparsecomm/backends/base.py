@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
-from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, adamw_step, exponents_of, units
+from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS, AdamWResult, Moments, adamw_step, exponents_of, units
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
@@ -276,11 +276,11 @@ class Backend:
         w, m, v = adamw_step(xp, weight, quotient * unit, mean[index], squares[index], coefficients, real(eps))
         change, root = w - before, xp.sqrt(v) + real(unit_eps)
         up, down = (exponents_of(root * real(each)).astype(np.int32) - exponents[index] for each in (0.75, 1.5))
-        signs = xp.clip(xp.where(up > 0, up, xp.minimum(down, 0)), -4, 4).astype(np.int8)
+        jumps = xp.clip(xp.where(up > 0, up, xp.minimum(down, 0)), -MAX_JUMP, MAX_JUMP).astype(np.int8)
         fits = (abs(w) + real(margin) * abs(change) < weights.dtype.rounds_to_infinity) | ~xp.isfinite(before)
         usable = xp.isfinite(m) & xp.isfinite(v) & fits
-        signs = xp.where(usable, signs, np.int8(OVERFLOWS))
-        return AdamWResult(w, m, v, change if with_changes else None, signs, len(usable) - int(usable.sum()))
+        jumps = xp.where(usable, jumps, np.int8(OVERFLOWS))
+        return AdamWResult(w, m, v, change if with_changes else None, jumps, len(usable) - int(usable.sum()))
 
     def store_adamw(
         self, weights: Tensor, moments: Moments, entries: SparseVector, made: AdamWResult, step: int, write: bool
@@ -298,7 +298,7 @@ class Backend:
         moments.mean[index], moments.squares[index], moments.last[index] = made.mean, made.squares, step
 
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
-        """Add rounded changes to exponents of units, and convert a residual of the accumulator dtype.
+        """Add changes, rounded to integers, to exponents of units, and convert a residual of the accumulator dtype.
 
         A residual that would become infinite becomes the largest finite number.
         """

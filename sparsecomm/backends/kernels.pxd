@@ -46,7 +46,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         void* mean
         void* squares
         void* changes
-        signed char* signs
+        signed char* jumps
 
     size_t chunk_room(size_t, size_t, size_t)
     void threshold_free(Collected*)

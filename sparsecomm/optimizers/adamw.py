@@ -18,7 +18,7 @@ units are the same on all ranks. In every step
    A sum of n noisy gradients has n times the variance of one, hence G^2 / n and not (G / n)^2;
 4. the owner sends the change of each weight, rounded to few bits, to all ranks, which add it. The owner keeps what
    rounding has lost, the compensation, and adds it to the weight in the next step there. So 16-bit weights train as
-   with a float32 copy. The message also says whose unit doubles or halves, to follow sqrt(v) + eps.
+   with a float32 copy. The message also says how exponents of units change, to follow sqrt(v) + eps.
 
 In a step of density 1.0, owners receive whole sums and send new weights: this is AdamW. A single rank changes its
 weights without rounding. Units begin at sqrt(v) + eps for v = `START` (1 - b2) times the mean square of the tensor's
@@ -318,16 +318,16 @@ class LazyAdamW:
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
     ) -> SparseStep:
         made = [self._step(backend, bucket, part, entries) for part, entries in zip(parts, sums, strict=True)]
-        signs = [each.results.signs for each in made]
+        jumps = [each.results.jumps for each in made]
         if any(each.results.overflows for each in made):
             finite = all(backend.finite(backend.as_tensor(each.values, each.values.shape)) for each in sums)
             overflows = [
-                (where == OVERFLOWS).astype(each.values.dtype) for where, each in zip(signs, sums, strict=True)
+                (where == OVERFLOWS).astype(each.values.dtype) for where, each in zip(jumps, sums, strict=True)
             ]
-            return SparseStep(overflows, [0 * each for each in signs], OVERFLOW if finite else NOT_FINITE)
+            return SparseStep(overflows, [0 * each for each in jumps], OVERFLOW if finite else NOT_FINITE)
         self._made[bucket] = made
         changes: Any = [each.results.changes for each in made]
-        return SparseStep(changes, signs, FINE)
+        return SparseStep(changes, jumps, FINE)
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
@@ -346,7 +346,7 @@ class LazyAdamW:
                 rounded = backend.rounded(rounded, weight.dtype)
             segment[:] = rounded.dense
             if new.results.overflows:
-                segment[new.results.signs == OVERFLOWS], verdict = math.nan, OVERFLOW
+                segment[new.results.jumps == OVERFLOWS], verdict = math.nan, OVERFLOW
             made.append(new)
         self._made[bucket] = made
         return verdict
@@ -429,7 +429,7 @@ class LazyAdamW:
             bucket.backend.store_adamw(t, self.moments[name], entries, results, self.steps[name] + 1, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
-        """Double or halve the units of some weights, and convert their residuals. After a dense step, units lag."""
+        """Change the units of some weights, and convert their residuals. After a dense step, units lag."""
         bucket.units_lag = bucket.units_lag or isinstance(outcome.result, DenseSum)
         with bucket.on_stream(None):
             residual = bucket.backend.as_tensor(bucket.residual, (bucket.size,))

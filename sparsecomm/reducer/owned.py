@@ -54,12 +54,12 @@ class SparseStep(NamedTuple):
     Attributes:
         changes: what all ranks add to the weights, before it is rounded: an array for each part, with an element for
             each of its sums. If the verdict is `OVERFLOW`, 1 for sums that overflow instead, and 0 for others.
-        signs: int8, of the same shapes: 1 or -1 where a unit doubles or halves.
+        jumps: int8, of the same shapes: changes of the exponents of units.
         verdict: `FINE`, or why no rank may apply the step.
     """
 
     changes: list[Array]
-    signs: list[Array]
+    jumps: list[Array]
     verdict: int
 
 
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         result: the updates of all weights, or the entries that would overflow; a `DenseSum` contains the new weights.
-        changes: 1 or -1 where the exponent of a unit changes.
+        changes: the jumps, rounded to the wire format.
         verdict: `FINE`, or why no rank may apply the step.
     """
 
@@ -136,18 +136,18 @@ class OwnedCall(BucketCall):
         parts = bucket.parts(comm.rank)
         bounds = [begin + part.offset for part in parts] + [end]
         step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
-        values, signs = xp.concatenate(step.changes), xp.concatenate(step.signs)
+        values, jumps = xp.concatenate(step.changes), xp.concatenate(step.jumps)
         updates = SparseVector.trusted(sums.indices, values, sums.size, sums.shape)
         if not values.all():
             nonzero = xp.flatnonzero(values)
-            updates, signs = updates.at(nonzero), signs[nonzero]
+            updates, jumps = updates.at(nonzero), jumps[nonzero]
         if comm.size > 1:
             exact, updates = updates, comm.quantized(updates, _Kept())
             if updates.nnz < exact.nnz:
-                signs = signs[xp.searchsorted(exact.indices, updates.indices)]
-        positions = xp.flatnonzero(signs)
+                jumps = jumps[xp.searchsorted(exact.indices, updates.indices)]
+        positions = xp.flatnonzero(jumps)
         changes = updates.at(positions)
-        changes.values = signs[positions].astype(values.dtype)
+        changes.values = jumps[positions].astype(values.dtype)
         if comm.size > 1:
             changes = comm.quantized(changes, _Kept())
         return Outcome(updates, changes, step.verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsecomm.backends.adamw import OVERFLOWS, Moments, unit_dtype, unit_exponents, units
+from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS, Moments, unit_dtype, unit_exponents, units
 from tests import data, reference
 from tests.backends.devices import Device
 
@@ -108,10 +108,11 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
             m, v = rule[:, 0] * wanted[0] + rule[:, 1] * g, rule[:, 2] * wanted[1] + rule[:, 3] * (g * g)
             w = rule[:, 5] * (before if lost is None else before + lost[chosen]) - rule[:, 4] * (m / (np.sqrt(v) + eps))
             change, root = w - before, np.sqrt(v) + unit_eps
-            signs = np.where(root * real(0.75) >= 2 * unit, 1, np.where(root * real(1.5) < unit, -1, 0)).astype(np.int8)
+            up, down = (np.frexp(root * real(each))[1] - np.frexp(unit)[1] for each in (0.75, 1.5))
+            jumps = np.clip(np.where(up > 0, up, np.minimum(down, 0)), -MAX_JUMP, MAX_JUMP).astype(np.int8)
             limit = device.tensor(x).dtype.rounds_to_infinity
             fits = (abs(w) + real(margin) * abs(change) < limit) | ~np.isfinite(before)
-            signs[~(np.isfinite(m) & np.isfinite(v) & fits)] = OVERFLOWS
+            jumps[~(np.isfinite(m) & np.isfinite(v) & fits)] = OVERFLOWS
 
         arrays = x, mean, squares, last, exponents
         kept = None if lost is None else lost.copy()
@@ -126,9 +127,9 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
             to, moments, device.array(exponents), means, table, unit_eps, eps, step, with_changes, margin
         )
         device.wait()
-        for ours, theirs in zip((w, m, v, change if with_changes else None, signs), found[:-1], strict=True):
+        for ours, theirs in zip((w, m, v, change if with_changes else None, jumps), found[:-1], strict=True):
             assert (ours is None and theirs is None) or same(np.asarray(theirs), ours)
-        assert found.overflows == (signs == OVERFLOWS).sum()
+        assert found.overflows == (jumps == OVERFLOWS).sum()
         assert all(data.same_bits(array, copied) for array, copied in zip(arrays, copies, strict=True))
 
         backend.store_adamw(to, moments, means, found, step, write)
@@ -147,20 +148,23 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
 def test_change_units(device: Device, real: type[np.floating]) -> None:
-    """Residuals keep their values, if they do not overflow; exponents move by one."""
+    """Residuals keep their values, if they do not overflow. Changes are rounded to integers, and exponents stay valid."""
     rng, largest = np.random.default_rng(2), np.finfo(real).max
     for n in (1, 5000):
         index = np.flatnonzero(rng.random(n) < 0.4).astype(np.int32)
-        signs = rng.choice([-1, 1], len(index)).astype(real)
+        changes = rng.choice([-1.8, -0.996, 0.3, 1.494, 4, 5.6], len(index)).astype(real)
         exponents, r = exponents_of(n, real, 5), data.gradient("normal", n, real.__name__, 6)
+        exponents[rng.random(n) < 0.1] = 1
+        exponents[rng.random(n) < 0.1] = 2 * bias(real)
         for value in (0, largest, -largest, np.finfo(real).tiny):
             r[rng.random(n) < 0.1] = value
         expected = r.copy(), exponents.copy()
+        new = np.clip(exponents[index] + np.rint(changes).astype(np.int64), 1, 2 * bias(real))
         with np.errstate(over="ignore"):
-            expected[0][index] = np.clip(r[index] * np.where(signs > 0, real(0.5), real(2)), -largest, largest)
-        expected[1][index] = exponents[index] + signs.astype(np.int64)
+            converted = np.ldexp(r[index], exponents[index] - new)
+        expected[0][index], expected[1][index] = np.clip(converted, -largest, largest), new
         units = device.array(exponents)
-        device.backend.change_units(device.tensor(r), units, device.entries(index, signs, n))
+        device.backend.change_units(device.tensor(r), units, device.entries(index, changes, n))
         device.wait()
         assert data.same_bits(r, expected[0])
         assert data.same_bits(np.asarray(units), expected[1])

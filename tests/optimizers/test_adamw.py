@@ -71,8 +71,10 @@ class Oracle:
                 self.unit, self.lag = np.where(self.v > 0, self.target(self.v), self.unit), False
             mean = self.exchange(waiting, max(1, round(density * self.n)))
             self.update(np.flatnonzero(mean), mean, lr)
-            excess = (np.sqrt(self.v) + self.rule["eps"]) / 2.0**self.unit
-            self.unit += np.where(mean != 0, (excess >= 8 / 3) * 1.0 - (excess < 2 / 3), 0)
+            excess = np.log2(np.sqrt(self.v) + self.rule["eps"]) - self.unit
+            up, down = (np.floor(excess + np.log2(factor)) for factor in (0.75, 1.5))
+            jumps = np.where(up > 0, up, np.minimum(down, 0))
+            self.unit += np.where(mean != 0, np.clip(jumps, -4, 4), 0)
         self.residuals = waiting + kept_back
 
     def target(self, squares: np.ndarray) -> np.ndarray:
