@@ -219,13 +219,20 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
         using Accumulator = typename decltype(format)::Accumulator;
         if constexpr (sizeof(Accumulator) == sizeof(typename decltype(format)::Bits)) {
             constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
-            constexpr int LAST = sizeof(Accumulator) == 8 ? 2046 : 254;  // exponent of a finite number
+            constexpr int BIAS = std::numeric_limits<Accumulator>::max_exponent - 1, LAST = 2 * BIAS;  // the largest exponent
+            constexpr Accumulator JUMP = AdamWResults::MAX_JUMP;
+            constexpr size_t AHEAD = 64;  // entries prefetched
             auto* residual = static_cast<Accumulator*>(r.data);
             auto* exponent = static_cast<UnitExponent<Accumulator>*>(exponents);
             for (size_t e = 0; e < changes.count; e++) {
-                const int old = exponent[index[e]], jump = std::clamp(old + int(std::rint(value[e])), 1, LAST) - old;
+                if (e + AHEAD < changes.count) {
+                    __builtin_prefetch(exponent + index[e + AHEAD], 1, 2);
+                    __builtin_prefetch(residual + index[e + AHEAD], 1, 2);
+                }
+                const int old = exponent[index[e]], wanted = int(std::clamp(std::rint(value[e]), -JUMP, JUMP));
+                const int jump = std::clamp(old + wanted, 1, LAST) - old;
                 exponent[index[e]] += jump;
-                const Accumulator converted = std::ldexp(residual[index[e]], -jump);
+                const Accumulator converted = residual[index[e]] * unit_of<Accumulator>(BIAS - jump);
                 residual[index[e]] = std::abs(converted) <= MAX ? converted : std::copysign(MAX, converted);
             }
         }

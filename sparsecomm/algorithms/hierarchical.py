@@ -24,6 +24,7 @@ from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.wire import PLAIN
 
 
 @cache
@@ -34,12 +35,12 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         same_node = [rank for rank in range(comm.size) if comm.node_of_rank[rank] == comm.node_of_rank[comm.rank]]
         first_rank = {node: rank for rank, node in reversed(list(enumerate(comm.node_of_rank)))}
         leaders = sorted(first_rank.values())
-        node = comm.subgroup(same_node, 1, plain=True)
+        node = comm.subgroup(same_node, 1, wire=PLAIN)
         combine = reselecting(node, gradient, k) if inner.bounded_result else node.backend.merge
         entries = reduce(node, gradient, gradient.topk(k), combine)
         if node.rank == 0:
             entries = inner.run(comm.subgroup(leaders, 2), gradient.with_selection(entries), k)
-        return broadcast(comm.subgroup(same_node, 3, plain=True), entries, k if inner.bounded_result else None)
+        return broadcast(comm.subgroup(same_node, 3, wire=PLAIN), entries, k if inner.bounded_result else None)
 
     def predicted_time(problem: Problem, costs: Costs) -> float:
         k, steps, node = problem.k, log2_ceil(problem.per_node), costs.node or costs.link

@@ -298,14 +298,15 @@ class Backend:
         moments.mean[index], moments.squares[index], moments.last[index] = made.mean, made.squares, step
 
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
-        """Add changes, rounded to integers, to exponents of units, and convert a residual of the accumulator dtype.
+        """Add changes, rounded to integers of at most `MAX_JUMP`, to exponents, and convert a residual.
 
-        A residual that would become infinite becomes the largest finite number.
+        The residual has the accumulator dtype. One that would become infinite becomes the largest finite number.
         """
         memory, index = self.memory_of(residual), changes.indices
         xp, max_, last = library_of(memory), np.finfo(memory.dtype).max, 2 * np.finfo(memory.dtype).maxexp - 2
         old = exponents[index].astype(np.int32)
-        new = xp.clip(old + xp.rint(changes.values).astype(np.int32), 1, last)
+        jumps = xp.clip(xp.rint(changes.values), -MAX_JUMP, MAX_JUMP).astype(np.int32)
+        new = xp.clip(old + jumps, 1, last)
         converted = xp.clip(xp.ldexp(memory[index], old - new), -max_, max_)
         exponents[index] = new.astype(exponents.dtype)
         memory[index] = converted

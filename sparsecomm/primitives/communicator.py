@@ -10,9 +10,10 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
 from sparsecomm.tensors.arrays import Array, Bytes
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import MessageMemory, Transport
-from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
+from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, Messages, Wire
 
 Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers ("words") from 0 to 2^64 - 1
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
@@ -77,20 +78,19 @@ class Communicator:
         call = messages.begin(transport.number + 1, label, self._memory, incomplete)
         transport.begin(call, messages.mismatch)
 
-    def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
+    def subgroup(self, ranks: Sequence[int], stage: int, *, wire: Wire | None = None) -> Communicator:
         """Return a communicator of some ranks for a stage of the algorithm. Sends no message.
 
         Args:
             ranks: rank numbers of this communicator, this rank among them; their order numbers them in the subgroup.
             stage: larger than the stage of this communicator, and different for each subgroup of a rank.
-            plain: send entries in the plain format, whatever the format of the call is.
+            wire: the format of entries; ``None``: that of this communicator.
         """
         group = Communicator.__new__(Communicator)
         group._transport, group._messages, group.backend = self._transport, self._messages, self.backend
         group._memory, group._costs, group.cache = self._memory, self._costs, self.cache
         members, node_of_rank = [self._ranks[r] for r in ranks], [self.node_of_rank[r] for r in ranks]
-        wire = PLAIN if plain else self._wire
-        group._set_ranks(members, members.index(self._ranks[self.rank]), node_of_rank, wire, stage)
+        group._set_ranks(members, members.index(self._ranks[self.rank]), node_of_rank, wire or self._wire, stage)
         return group
 
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
@@ -124,6 +124,11 @@ class Communicator:
     @property
     def _averages(self) -> bool:
         return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
+
+    @property
+    def kind(self) -> ValueKind:
+        """The kind of values that messages contain."""
+        return self._wire.kind
 
     @property
     def sends_exact_sums(self) -> bool:
