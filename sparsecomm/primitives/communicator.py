@@ -10,7 +10,6 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
 from sparsecomm.tensors.arrays import Array, Bytes
-from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import MessageMemory, Transport
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, Messages, Wire
@@ -124,11 +123,6 @@ class Communicator:
     @property
     def _averages(self) -> bool:
         return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
-
-    @property
-    def kind(self) -> ValueKind:
-        """The kind of values that messages contain."""
-        return self._wire.kind
 
     @property
     def sends_exact_sums(self) -> bool:

@@ -22,11 +22,9 @@ from sparsecomm.backends import Backend
 from sparsecomm.primitives.communicator import ROUNDS, Communicator, gather_parcels
 from sparsecomm.reducer.bucket import Bucket, BucketCall, Part
 from sparsecomm.tensors.interop import library_of
-from sparsecomm.tensors.kinds import SIGN
 from sparsecomm.tensors.sparse import Array, SparseVector
-from sparsecomm.wire import WIRES
+from sparsecomm.wire import format_of_updates
 
-_FEWEST_BITS = WIRES["packed_int2"]  # of updates: with signs alone, models end with a loss 0.01 nats higher
 FINE, OVERFLOW, NOT_FINITE = range(3)  # verdicts of an owner: the updates are usable, or why not
 
 
@@ -112,8 +110,7 @@ class OwnedCall(BucketCall):
             return self._step(comm, gradient.topk(k), 0, bucket.size)
         owned = ranges(bucket.size, max(k, bucket.owners), bucket.owners)
         sums = sums_of_owner(comm, gradient, owned)
-        if comm.kind is SIGN:
-            comm = comm.subgroup(range(comm.size), 1, wire=_FEWEST_BITS)
+        comm = comm.subgroup(range(comm.size), 1, wire=format_of_updates(self.plan.choice.wire))
         made = Outcome(sums.part(0, 0), sums.part(0, 0), FINE)
         if comm.rank < bucket.owners:
             begin, end, _ = owned[comm.rank]

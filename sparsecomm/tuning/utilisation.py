@@ -26,6 +26,7 @@ from typing import NamedTuple
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.tuning.choice import CostQuery, bucket_bytes, decide
 from sparsecomm.tuning.profile import DEFAULT
+from sparsecomm.wire import format_of_updates
 
 GLOO = "gloo"  # dense sums by gloo's all_reduce, over one connection: the baseline without this library
 
@@ -189,6 +190,9 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
     )
     best = decide(query, costs)
     problem, link = query.problem(best.wire), costs.link
+    if exchange.adamw:
+        updates = query.problem(format_of_updates(best.wire)).entry_bytes
+        problem = replace(problem, entry_bytes=(problem.entry_bytes + updates) / 2)
     name, without = best.algorithm.name, best.algorithm.predicted_time(problem, costs)
     work = best.algorithm.predicted_time(problem, replace(costs, link=Link(0.0, 0.0), node=Link(0.0, 0.0)))
     if sites == 1:

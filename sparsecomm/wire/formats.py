@@ -63,3 +63,11 @@ _FORMATS: tuple[Wire, ...] = (
     Packed("packed_sign", 8, SIGN),
 )
 WIRES = {wire.name: wire for wire in _FORMATS}
+
+
+def format_of_updates(wire: Wire) -> Wire:
+    """Return the format in which owners send an optimizer's updates if they receive gradients in ``wire``.
+
+    With updates of one bit, models end with a higher loss: docs/reports/adamw.md.
+    """
+    return WIRES["packed_int2"] if wire.kind is SIGN else wire

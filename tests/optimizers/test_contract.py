@@ -47,7 +47,7 @@ def test_weights_are_those_of_arrays(make: Any, P: int, weight_decay: Any) -> No
             for each in (ours, theirs):
                 each.step(pushed(step, transport.rank), 0.02 / (1 + step))
         for name, w in theirs.weights.items():
-            tolerance = 1e-6 if make is OfJax and P == 1 else 0  # Optax adds the difference of weights, which is rounded
+            tolerance = 1e-6 if make is OfJax and P == 1 else 0  # Optax adds a difference, which is rounded
             np.testing.assert_allclose(ours.weights[name], w, rtol=tolerance)
         for name, its in theirs.moments.items():
             assert all(data.same_bits(*pair) for pair in zip(ours.moments[name], its, strict=True))
