@@ -62,6 +62,12 @@ Quotients<F16, float> quotients_of(F16) { return isa().quotients16; }
 Quotients<BF16, float> quotients_of(BF16) { return isa().quotients_bf16; }
 Quotients<F64, double> quotients_of(F64) { return isa().quotients64; }
 
+// Returns the exponent of a unit after a jump, as a valid one.
+template <class Accumulator>
+UnitExponent<Accumulator> jumped(int exponent, int jump) {
+    return UnitExponent<Accumulator>(std::clamp(exponent + jump, 1, 2 * std::numeric_limits<Accumulator>::max_exponent - 2));
+}
+
 AdamWStep<float> adamw_of(float) { return isa().adamw32; }
 AdamWStep<double> adamw_of(double) { return isa().adamw64; }
 
@@ -179,8 +185,8 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
     return overflows;
 }
 
-void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indices, AdamWResults from, int32_t step, bool write,
-                 int threads) {
+void store_adamw(Dense weights, Moments moments, void* exponents, Sparse indices, bool int64_indices, AdamWResults from,
+                 int32_t step, bool write, int threads) {
     with_entries(weights.type, indices, int64_indices, [&](const auto* index, const auto*, auto format) {
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
@@ -188,7 +194,8 @@ void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indi
         auto *mean = static_cast<Accumulator*>(moments.mean), *square = static_cast<Accumulator*>(moments.squares);
         auto* kept = static_cast<Accumulator*>(moments.compensation);
         const auto *new_weight = static_cast<const Accumulator*>(from.weights), *new_mean = static_cast<const Accumulator*>(from.mean);
-        const auto* new_square = static_cast<const Accumulator*>(from.squares);
+        const auto *new_square = static_cast<const Accumulator*>(from.squares), *change = static_cast<const Accumulator*>(from.changes);
+        auto* exponent = static_cast<UnitExponent<Accumulator>*>(exponents);
         ranges(indices.count, threads, [=](size_t begin, size_t end) {
             constexpr size_t AHEAD = 64;  // entries prefetched
             for (size_t e = begin; e < end; e++) {
@@ -200,6 +207,7 @@ void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indi
                     __builtin_prefetch(square + next, 1, 2);
                     __builtin_prefetch(moments.last + next, 1, 2);
                     if (kept) __builtin_prefetch(kept + next, 1, 2);
+                    if (exponent) __builtin_prefetch(exponent + next, 1, 2);
                 }
                 if (write) weight[i] = canonical<W>(W::narrow(new_weight[e]));
                 if (kept) {
@@ -209,6 +217,7 @@ void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indi
                 mean[i] = new_mean[e];
                 square[i] = new_square[e];
                 moments.last[i] = step;
+                if (exponent) exponent[i] = jumped<Accumulator>(exponent[i], change[e] != 0 ? from.jumps[e] : 0);
             }
         });
     });
@@ -219,7 +228,7 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
         using Accumulator = typename decltype(format)::Accumulator;
         if constexpr (sizeof(Accumulator) == sizeof(typename decltype(format)::Bits)) {
             constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
-            constexpr int BIAS = std::numeric_limits<Accumulator>::max_exponent - 1, LAST = 2 * BIAS;  // the largest exponent
+            constexpr int BIAS = std::numeric_limits<Accumulator>::max_exponent - 1;
             constexpr Accumulator JUMP = AdamWResults::MAX_JUMP;
             constexpr size_t AHEAD = 64;  // entries prefetched
             auto* residual = static_cast<Accumulator*>(r.data);
@@ -230,9 +239,9 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
                     __builtin_prefetch(residual + index[e + AHEAD], 1, 2);
                 }
                 const int old = exponent[index[e]], wanted = int(std::clamp(std::rint(value[e]), -JUMP, JUMP));
-                const int jump = std::clamp(old + wanted, 1, LAST) - old;
-                exponent[index[e]] += jump;
-                const Accumulator converted = residual[index[e]] * unit_of<Accumulator>(BIAS - jump);
+                const int now = jumped<Accumulator>(old, wanted);
+                exponent[index[e]] = now;
+                const Accumulator converted = residual[index[e]] * unit_of<Accumulator>(BIAS + old - now);
                 residual[index[e]] = std::abs(converted) <= MAX ? converted : std::copysign(MAX, converted);
             }
         }
