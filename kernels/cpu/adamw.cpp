@@ -13,9 +13,6 @@ namespace sparsecomm {
 
 namespace {
 
-int exponent_of(float x) { return int(bit_cast<uint32_t>(x) >> 23); }
-int exponent_of(double x) { return int(bit_cast<uint64_t>(x) >> 52); }
-
 // Raises a maximum to a value if that is larger; NaN never is.
 template <class T>
 void raise(std::atomic<T>& maximum, T value) {
@@ -117,66 +114,61 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
         using Block = AdamWBlock<Accumulator>;
-        constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
         const auto* weight = static_cast<const typename W::Bits*>(weights.data);
         const auto* mean = static_cast<const Accumulator*>(moments.mean);
         const auto* square = static_cast<const Accumulator*>(moments.squares);
         const auto* kept = static_cast<const Accumulator*>(moments.compensation);
         const auto* exponent = static_cast<const UnitExponent<Accumulator>*>(exponents);
         const auto* row = static_cast<const Accumulator*>(rows);
-        const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps), below = Accumulator(limit), moves = Accumulator(margin);
+        const AdamWLimits<Accumulator> limits{Accumulator(eps), Accumulator(unit_eps), Accumulator(limit), Accumulator(margin)};
         auto *new_weight = static_cast<Accumulator*>(to.weights), *new_mean = static_cast<Accumulator*>(to.mean);
         auto *new_square = static_cast<Accumulator*>(to.squares), *change = static_cast<Accumulator*>(to.changes);
-        const auto row_of = [=](int32_t last) {
-            const int64_t passed = int64_t(step) - last;
-            return row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
-        };
         ranges(means.count, threads, [&](size_t begin, size_t end) {
-            constexpr size_t AHEAD = 64;  // entries prefetched
             Block block{};
-            Accumulator before[Block::SIZE];
             size_t found = 0;
             for (size_t from = begin; from < end; from += Block::SIZE) {
                 const size_t size = std::min(end - from, size_t(Block::SIZE));
-                const auto element = [=](size_t j) { return index ? size_t(index[from + j]) : from + j; };
-                const int32_t first = moments.last[element(0)];
-                int32_t differ = 0;
-                for (size_t j = 0; j < size; j++) {
-                    const size_t i = element(j);
-                    if (index && from + j + AHEAD < end) {
-                        const auto next = index[from + j + AHEAD];
-                        __builtin_prefetch(weight + next, 0, 2);
-                        __builtin_prefetch(mean + next, 0, 2);
-                        __builtin_prefetch(square + next, 0, 2);
-                        __builtin_prefetch(moments.last + next, 0, 2);
-                        __builtin_prefetch(exponent + next, 0, 2);
-                        if (kept) __builtin_prefetch(kept + next, 0, 2);
-                    }
-                    differ |= moments.last[i] ^ first;
-                    before[j] = W::widen(weight[i]);
-                    block.weight[j] = kept ? before[j] + kept[i] : before[j];
-                    block.mean[j] = mean[i];
-                    block.square[j] = square[i];
-                    block.gradient[j] = value[from + j] * unit_of<Accumulator>(exponent[i]);
+                for (size_t e = from + Block::SIZE; index && e < std::min(end, from + 2 * Block::SIZE); e++) {
+                    __builtin_prefetch(weight + index[e], 0, 2);
+                    __builtin_prefetch(mean + index[e], 0, 2);
+                    __builtin_prefetch(square + index[e], 0, 2);
+                    __builtin_prefetch(moments.last + index[e], 0, 2);
+                    __builtin_prefetch(exponent + index[e], 0, 2);
+                    if (kept) __builtin_prefetch(kept + index[e], 0, 2);
                 }
+                const auto take = [=](const auto* of, auto* to, auto convert) {
+                    if (index)
+                        for (size_t j = 0; j < size; j++) to[j] = convert(of[index[from + j]]);
+                    else
+                        for (size_t j = 0; j < size; j++) to[j] = convert(of[from + j]);
+                };
+                const auto same = [](auto x) { return x; };
+                take(weight, block.before, [](auto bits) { return W::widen(bits); });
+                take(mean, block.mean, same);
+                take(square, block.square, same);
+                take(moments.last, block.last, same);
+                take(exponent, block.exponent, same);
+                if (kept) {
+                    take(kept, block.weight, same);
+                    for (size_t j = 0; j < size; j++) block.weight[j] = block.before[j] + block.weight[j];
+                } else {
+                    std::copy_n(block.before, size, block.weight);
+                }
+                std::copy_n(value + from, size, block.gradient);
+                const bool together = std::all_of(block.last, block.last + size, [&](int32_t last) { return last == block.last[0]; });
                 for (size_t j = 0; j < size; j++) {
-                    const Accumulator* of = row_of(differ ? moments.last[element(j)] : first);
+                    const int64_t passed = int64_t(step) - block.last[together ? 0 : j];
+                    const Accumulator* of = row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
                     for (size_t c = 0; c < 6; c++) block.row[c][j] = of[c];
                 }
-                adamw_of(Accumulator())(block, tiny);
+                adamw_of(Accumulator())(block, limits);
                 std::copy_n(block.weight, size, new_weight + from);
                 std::copy_n(block.mean, size, new_mean + from);
                 std::copy_n(block.square, size, new_square + from);
+                if (change) std::copy_n(block.change, size, change + from);
                 for (size_t j = 0; j < size; j++) {
-                    const Accumulator moved = block.weight[j] - before[j], root = std::sqrt(block.square[j]) + unit_tiny;
-                    const int unit = exponent[element(j)];
-                    const int up = exponent_of(root * Accumulator(0.75)) - unit, down = exponent_of(root * Accumulator(1.5)) - unit;
-                    const bool fits = std::abs(block.weight[j]) + moves * std::abs(moved) < below || !(std::abs(before[j]) <= MAX);
-                    const bool usable = std::abs(block.mean[j]) <= MAX && block.square[j] <= MAX && fits;
-                    const int jump = std::clamp(up > 0 ? up : down < 0 ? down : 0, -AdamWResults::MAX_JUMP, AdamWResults::MAX_JUMP);
-                    to.jumps[from + j] = usable ? int8_t(jump) : AdamWResults::OVERFLOWS;
-                    found += !usable;
-                    if (change) change[from + j] = moved;
+                    to.jumps[from + j] = int8_t(block.jump[j]);
+                    found += block.jump[j] == AdamWResults::OVERFLOWS;
                 }
             }
             overflows += found;
