@@ -13,9 +13,6 @@ namespace sparsecomm {
 
 namespace {
 
-int exponent_of(float x) { return int(bit_cast<uint32_t>(x) >> 23); }
-int exponent_of(double x) { return int(bit_cast<uint64_t>(x) >> 52); }
-
 // Raises a maximum to a value if that is larger; NaN never is.
 template <class T>
 void raise(std::atomic<T>& maximum, T value) {
@@ -61,6 +58,12 @@ Quotients<F32, float> quotients_of(F32) { return isa().quotients32; }
 Quotients<F16, float> quotients_of(F16) { return isa().quotients16; }
 Quotients<BF16, float> quotients_of(BF16) { return isa().quotients_bf16; }
 Quotients<F64, double> quotients_of(F64) { return isa().quotients64; }
+
+// Returns the exponent of a unit after a jump, as a valid one.
+template <class Accumulator>
+UnitExponent<Accumulator> jumped(int exponent, int jump) {
+    return UnitExponent<Accumulator>(std::clamp(exponent + jump, 1, 2 * std::numeric_limits<Accumulator>::max_exponent - 2));
+}
 
 AdamWStep<float> adamw_of(float) { return isa().adamw32; }
 AdamWStep<double> adamw_of(double) { return isa().adamw64; }
@@ -111,66 +114,61 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
         using Block = AdamWBlock<Accumulator>;
-        constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
         const auto* weight = static_cast<const typename W::Bits*>(weights.data);
         const auto* mean = static_cast<const Accumulator*>(moments.mean);
         const auto* square = static_cast<const Accumulator*>(moments.squares);
         const auto* kept = static_cast<const Accumulator*>(moments.compensation);
         const auto* exponent = static_cast<const UnitExponent<Accumulator>*>(exponents);
         const auto* row = static_cast<const Accumulator*>(rows);
-        const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps), below = Accumulator(limit), moves = Accumulator(margin);
+        const AdamWLimits<Accumulator> limits{Accumulator(eps), Accumulator(unit_eps), Accumulator(limit), Accumulator(margin)};
         auto *new_weight = static_cast<Accumulator*>(to.weights), *new_mean = static_cast<Accumulator*>(to.mean);
         auto *new_square = static_cast<Accumulator*>(to.squares), *change = static_cast<Accumulator*>(to.changes);
-        const auto row_of = [=](int32_t last) {
-            const int64_t passed = int64_t(step) - last;
-            return row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
-        };
         ranges(means.count, threads, [&](size_t begin, size_t end) {
-            constexpr size_t AHEAD = 64;  // entries prefetched
             Block block{};
-            Accumulator before[Block::SIZE];
             size_t found = 0;
             for (size_t from = begin; from < end; from += Block::SIZE) {
                 const size_t size = std::min(end - from, size_t(Block::SIZE));
-                const auto element = [=](size_t j) { return index ? size_t(index[from + j]) : from + j; };
-                const int32_t first = moments.last[element(0)];
-                int32_t differ = 0;
-                for (size_t j = 0; j < size; j++) {
-                    const size_t i = element(j);
-                    if (index && from + j + AHEAD < end) {
-                        const auto next = index[from + j + AHEAD];
-                        __builtin_prefetch(weight + next, 0, 2);
-                        __builtin_prefetch(mean + next, 0, 2);
-                        __builtin_prefetch(square + next, 0, 2);
-                        __builtin_prefetch(moments.last + next, 0, 2);
-                        __builtin_prefetch(exponent + next, 0, 2);
-                        if (kept) __builtin_prefetch(kept + next, 0, 2);
-                    }
-                    differ |= moments.last[i] ^ first;
-                    before[j] = W::widen(weight[i]);
-                    block.weight[j] = kept ? before[j] + kept[i] : before[j];
-                    block.mean[j] = mean[i];
-                    block.square[j] = square[i];
-                    block.gradient[j] = value[from + j] * unit_of<Accumulator>(exponent[i]);
+                for (size_t e = from + Block::SIZE; index && e < std::min(end, from + 2 * Block::SIZE); e++) {
+                    __builtin_prefetch(weight + index[e], 0, 2);
+                    __builtin_prefetch(mean + index[e], 0, 2);
+                    __builtin_prefetch(square + index[e], 0, 2);
+                    __builtin_prefetch(moments.last + index[e], 0, 2);
+                    __builtin_prefetch(exponent + index[e], 0, 2);
+                    if (kept) __builtin_prefetch(kept + index[e], 0, 2);
                 }
+                const auto take = [=](const auto* of, auto* to, auto convert) {
+                    if (index)
+                        for (size_t j = 0; j < size; j++) to[j] = convert(of[index[from + j]]);
+                    else
+                        for (size_t j = 0; j < size; j++) to[j] = convert(of[from + j]);
+                };
+                const auto same = [](auto x) { return x; };
+                take(weight, block.before, [](auto bits) { return W::widen(bits); });
+                take(mean, block.mean, same);
+                take(square, block.square, same);
+                take(moments.last, block.last, same);
+                take(exponent, block.exponent, same);
+                if (kept) {
+                    take(kept, block.weight, same);
+                    for (size_t j = 0; j < size; j++) block.weight[j] = block.before[j] + block.weight[j];
+                } else {
+                    std::copy_n(block.before, size, block.weight);
+                }
+                std::copy_n(value + from, size, block.gradient);
+                const bool together = std::all_of(block.last, block.last + size, [&](int32_t last) { return last == block.last[0]; });
                 for (size_t j = 0; j < size; j++) {
-                    const Accumulator* of = row_of(differ ? moments.last[element(j)] : first);
+                    const int64_t passed = int64_t(step) - block.last[together ? 0 : j];
+                    const Accumulator* of = row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
                     for (size_t c = 0; c < 6; c++) block.row[c][j] = of[c];
                 }
-                adamw_of(Accumulator())(block, tiny);
+                adamw_of(Accumulator())(block, limits);
                 std::copy_n(block.weight, size, new_weight + from);
                 std::copy_n(block.mean, size, new_mean + from);
                 std::copy_n(block.square, size, new_square + from);
+                if (change) std::copy_n(block.change, size, change + from);
                 for (size_t j = 0; j < size; j++) {
-                    const Accumulator moved = block.weight[j] - before[j], root = std::sqrt(block.square[j]) + unit_tiny;
-                    const int unit = exponent[element(j)];
-                    const int up = exponent_of(root * Accumulator(0.75)) - unit, down = exponent_of(root * Accumulator(1.5)) - unit;
-                    const bool fits = std::abs(block.weight[j]) + moves * std::abs(moved) < below || !(std::abs(before[j]) <= MAX);
-                    const bool usable = std::abs(block.mean[j]) <= MAX && block.square[j] <= MAX && fits;
-                    const int jump = std::clamp(up > 0 ? up : down < 0 ? down : 0, -AdamWResults::MAX_JUMP, AdamWResults::MAX_JUMP);
-                    to.jumps[from + j] = usable ? int8_t(jump) : AdamWResults::OVERFLOWS;
-                    found += !usable;
-                    if (change) change[from + j] = moved;
+                    to.jumps[from + j] = int8_t(block.jump[j]);
+                    found += block.jump[j] == AdamWResults::OVERFLOWS;
                 }
             }
             overflows += found;
@@ -179,8 +177,8 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
     return overflows;
 }
 
-void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indices, AdamWResults from, int32_t step, bool write,
-                 int threads) {
+void store_adamw(Dense weights, Moments moments, void* exponents, Sparse indices, bool int64_indices, AdamWResults from,
+                 int32_t step, bool write, int threads) {
     with_entries(weights.type, indices, int64_indices, [&](const auto* index, const auto*, auto format) {
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
@@ -188,7 +186,8 @@ void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indi
         auto *mean = static_cast<Accumulator*>(moments.mean), *square = static_cast<Accumulator*>(moments.squares);
         auto* kept = static_cast<Accumulator*>(moments.compensation);
         const auto *new_weight = static_cast<const Accumulator*>(from.weights), *new_mean = static_cast<const Accumulator*>(from.mean);
-        const auto* new_square = static_cast<const Accumulator*>(from.squares);
+        const auto *new_square = static_cast<const Accumulator*>(from.squares), *change = static_cast<const Accumulator*>(from.changes);
+        auto* exponent = static_cast<UnitExponent<Accumulator>*>(exponents);
         ranges(indices.count, threads, [=](size_t begin, size_t end) {
             constexpr size_t AHEAD = 64;  // entries prefetched
             for (size_t e = begin; e < end; e++) {
@@ -200,6 +199,7 @@ void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indi
                     __builtin_prefetch(square + next, 1, 2);
                     __builtin_prefetch(moments.last + next, 1, 2);
                     if (kept) __builtin_prefetch(kept + next, 1, 2);
+                    if (exponent) __builtin_prefetch(exponent + next, 1, 2);
                 }
                 if (write) weight[i] = canonical<W>(W::narrow(new_weight[e]));
                 if (kept) {
@@ -209,6 +209,7 @@ void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indi
                 mean[i] = new_mean[e];
                 square[i] = new_square[e];
                 moments.last[i] = step;
+                if (exponent) exponent[i] = jumped<Accumulator>(exponent[i], change[e] != 0 ? from.jumps[e] : 0);
             }
         });
     });
@@ -219,7 +220,7 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
         using Accumulator = typename decltype(format)::Accumulator;
         if constexpr (sizeof(Accumulator) == sizeof(typename decltype(format)::Bits)) {
             constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
-            constexpr int BIAS = std::numeric_limits<Accumulator>::max_exponent - 1, LAST = 2 * BIAS;  // the largest exponent
+            constexpr int BIAS = std::numeric_limits<Accumulator>::max_exponent - 1;
             constexpr Accumulator JUMP = AdamWResults::MAX_JUMP;
             constexpr size_t AHEAD = 64;  // entries prefetched
             auto* residual = static_cast<Accumulator*>(r.data);
@@ -230,9 +231,9 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
                     __builtin_prefetch(residual + index[e + AHEAD], 1, 2);
                 }
                 const int old = exponent[index[e]], wanted = int(std::clamp(std::rint(value[e]), -JUMP, JUMP));
-                const int jump = std::clamp(old + wanted, 1, LAST) - old;
-                exponent[index[e]] += jump;
-                const Accumulator converted = residual[index[e]] * unit_of<Accumulator>(BIAS - jump);
+                const int now = jumped<Accumulator>(old, wanted);
+                exponent[index[e]] = now;
+                const Accumulator converted = residual[index[e]] * unit_of<Accumulator>(BIAS + old - now);
                 residual[index[e]] = std::abs(converted) <= MAX ? converted : std::copysign(MAX, converted);
             }
         }

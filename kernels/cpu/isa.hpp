@@ -106,14 +106,23 @@ template <class X, class Accumulator>
 using Quotients = void (*)(const typename X::Bits* x, const UnitExponent<Accumulator>* exponent, Accumulator factor,
                            Accumulator* sum, size_t count);
 
-// The data of some weights for AdamW, with the coefficients of each.
+// The data of some weights for AdamW, with the coefficients of each. Exponents and jumps have the width of the other elements.
 template <class Accumulator>
 struct AdamWBlock {
     static constexpr size_t SIZE = 64;
+    using Integer = std::conditional_t<sizeof(Accumulator) == 8, int64_t, int32_t>;
     Accumulator weight[SIZE], mean[SIZE], square[SIZE], gradient[SIZE], row[6][SIZE];
+    Accumulator before[SIZE], change[SIZE];  // the stored weight, and how the new one differs from it
+    Integer exponent[SIZE], jump[SIZE];
+    int32_t last[SIZE];
 };
 template <class Accumulator>
-using AdamWStep = void (*)(AdamWBlock<Accumulator>& block, Accumulator eps);
+struct AdamWLimits {
+    Accumulator eps, unit_eps, weight, margin;
+};
+// Makes a step with gradients that are divided by their units, and computes changes and jumps.
+template <class Accumulator>
+using AdamWStep = void (*)(AdamWBlock<Accumulator>& block, AdamWLimits<Accumulator> limits);
 
 struct Isa {
     const char* name;

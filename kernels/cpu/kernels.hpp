@@ -193,10 +193,11 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
 
 // Stores results of `adamw`: see `Backend.store_adamw`. `indices` are null, or as there; `count` is the number of entries.
 //
-//   weights  [in,out]  n elements; written if `write`
-//   moments  [in,out]  n elements each
-void store_adamw(Dense weights, Moments moments, Sparse indices, bool int64_indices, AdamWResults from, int32_t step, bool write,
-                 int threads);
+//   weights    [in,out]  n elements; written if `write`
+//   moments    [in,out]  n elements each
+//   exponents  [in,out]  n exponents, as in `add_quotient`, or null; then `from` needs no changes
+void store_adamw(Dense weights, Moments moments, void* exponents, Sparse indices, bool int64_indices, AdamWResults from,
+                 int32_t step, bool write, int threads);
 
 // Changes units, and converts residuals: see `Backend.change_units`.
 //

@@ -431,13 +431,19 @@ class CpuBackend(Backend):
         )
         return AdamWResult(*made, jumps, found)
 
-    def store_adamw(self, Tensor weights not None, moments, entries, made, int step, cbool write):
+    def store_adamw(
+        self, Tensor weights not None, moments, cnp.ndarray exponents, entries, made, int step, cbool write
+    ):
         cdef Targets targets = Targets(entries, weights)
-        arrays = [made.weights, made.mean, made.squares]
-        for array in arrays:
+        cdef void* units = NULL
+        if exponents is not None:
+            units = checked(exponents, width(weights) // 4, "exponents", weights.size)
+        arrays = [*made[:3], None if exponents is None else made.changes]
+        for array in arrays[: 3 + (units != NULL)]:
             checked(array, width(weights), "result", targets.data.count)
+        checked(made.jumps, 1, "result", targets.data.count)
         c_store_adamw(
-            dense(weights), moments_of(moments, weights), targets.data, targets.int64_indices, results_of([*arrays, None], made.jumps),
+            dense(weights), moments_of(moments, weights), units, targets.data, targets.int64_indices, results_of(arrays, made.jumps),
             step, write, self.threads,
         )
 

@@ -283,11 +283,19 @@ class Backend:
         return AdamWResult(w, m, v, change if with_changes else None, jumps, len(usable) - int(usable.sum()))
 
     def store_adamw(
-        self, weights: Tensor, moments: Moments, entries: SparseVector, made: AdamWResult, step: int, write: bool
+        self,
+        weights: Tensor,
+        moments: Moments,
+        exponents: Array | None,
+        entries: SparseVector,
+        made: AdamWResult,
+        step: int,
+        write: bool,
     ) -> None:
         """Store the results of `adamw`: moments, and with ``write`` the new weights, rounded to their dtype.
 
-        The compensation becomes the difference between the new weights and those in ``weights``.
+        The compensation becomes the difference between the new weights and those in ``weights``. ``exponents``: of
+        units, which jump where the weight changes; ``None``: units stay.
         """
         index: Any = slice(None) if isinstance(entries, DenseSum) else entries.indices
         if write:
@@ -296,6 +304,9 @@ class Backend:
             lost = made.weights - self.values_of(weights, index)
             moments.compensation[index] = library_of(lost).where(abs(lost) < np.inf, lost, 0)
         moments.mean[index], moments.squares[index], moments.last[index] = made.mean, made.squares, step
+        if exponents is not None:
+            jumps = np.where(made.changes != 0, made.jumps, 0)  # calls CuPy for CuPy's arrays
+            exponents[index] = _jumped(exponents[index], jumps, made.mean.dtype)
 
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
         """Add changes, rounded to integers of at most `MAX_JUMP`, to exponents, and convert a residual.
@@ -303,12 +314,10 @@ class Backend:
         The residual has the accumulator dtype. One that would become infinite becomes the largest finite number.
         """
         memory, index = self.memory_of(residual), changes.indices
-        xp, max_, last = library_of(memory), np.finfo(memory.dtype).max, 2 * np.finfo(memory.dtype).maxexp - 2
-        old = exponents[index].astype(np.int32)
-        jumps = xp.clip(xp.rint(changes.values), -MAX_JUMP, MAX_JUMP).astype(np.int32)
-        new = xp.clip(old + jumps, 1, last)
-        converted = xp.clip(xp.ldexp(memory[index], old - new), -max_, max_)
-        exponents[index] = new.astype(exponents.dtype)
+        xp, max_, old = library_of(memory), np.finfo(memory.dtype).max, exponents[index]
+        new = _jumped(old, xp.clip(xp.rint(changes.values), -MAX_JUMP, MAX_JUMP), memory.dtype)
+        converted = xp.clip(xp.ldexp(memory[index], old.astype(np.int32) - new), -max_, max_)
+        exponents[index] = new
         memory[index] = converted
 
     def values_of(self, x: Tensor, index: Any) -> Array:
@@ -465,3 +474,9 @@ class Backend:
         Raises:
             ValueError: ``data`` does not encode ``count`` entries.
         """
+
+
+def _jumped(exponents: Array, jumps: Array, real: Any) -> Array:
+    """Return exponents of units after jumps, as valid ones."""
+    new = library_of(jumps).clip(exponents.astype(np.int32) + jumps, 1, 2 * np.finfo(real).maxexp - 2)
+    return new.astype(exponents.dtype)

@@ -95,7 +95,7 @@ cdef extern from *:
         Dense, Moments, const void*, Sparse, cbool, const void*, size_t, double, double, double, double, int, AdamWResults, int
     ) except +
     void c_change_units "without_gil<sparsecomm::change_units>"(Dense, void*, Sparse, cbool) except +
-    void c_store_adamw "without_gil<sparsecomm::store_adamw>"(Dense, Moments, Sparse, cbool, AdamWResults, int, cbool, int) except +
+    void c_store_adamw "without_gil<sparsecomm::store_adamw>"(Dense, Moments, void*, Sparse, cbool, AdamWResults, int, cbool, int) except +
     cbool c_add_difference "without_gil<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "without_gil<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "without_gil<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +

@@ -422,11 +422,12 @@ class LazyAdamW:
                 bucket.backend.scatter_add(t, update)
 
     def _keep(self, bucket: Bucket, weight: object, new: _Made, write: bool) -> None:
-        """Store the new moments of this rank's part of a weight, and with ``write`` the new weights."""
+        """Store the new moments of this rank's part of a weight, and with ``write`` the new weights and units."""
         name, entries, results = new
         t = self.specs[name].tensor(weight, name, writable=True).part(*self.parts[name])
         with bucket.on_stream(t):
-            bucket.backend.store_adamw(t, self.moments[name], entries, results, self.steps[name] + 1, write)
+            units = bucket.exponents_of[name] if write and not isinstance(entries, DenseSum) else None
+            bucket.backend.store_adamw(t, self.moments[name], units, entries, results, self.steps[name] + 1, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Change the units of some weights, and convert their residuals. After a dense step, units lag."""

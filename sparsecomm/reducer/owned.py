@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         result: the updates of all weights, or the entries that would overflow; a `DenseSum` contains the new weights.
-        changes: the jumps, rounded to the wire format.
+        changes: the jumps, rounded to the wire format; none on a single rank, which knows them.
         verdict: `FINE`, or why no rank may apply the step.
     """
 
@@ -115,9 +115,6 @@ class OwnedCall(BucketCall):
         if comm.rank < bucket.owners:
             begin, end, _ = owned[comm.rank]
             made = self._step(comm, backend.divide(sums, comm.size) if self.plan.mean else sums, begin, end)
-            # Positions among the updates take fewer bits than indices.
-            positions = library_of(sums.indices).searchsorted(made.result.indices, made.changes.indices) + begin
-            made = made._replace(changes=_at(made.changes, positions))
         own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in owned]
         found = []
         gathered = gather_parcels(comm, own, ROUNDS, within)
@@ -138,21 +135,23 @@ class OwnedCall(BucketCall):
         parts = bucket.parts(comm.rank)
         bounds = [begin + part.offset for part in parts] + [end]
         step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
-        values, jumps = xp.concatenate(step.changes), xp.concatenate(step.jumps)
-        updates = SparseVector.trusted(sums.indices, values, sums.size, sums.shape)
-        if not values.all():
-            nonzero = xp.flatnonzero(values)
-            updates, jumps = updates.at(nonzero), jumps[nonzero]
-        if comm.size > 1:
-            exact, updates = updates, comm.quantized(updates, _Kept())
-            if updates.nnz < exact.nnz:
-                jumps = jumps[xp.searchsorted(exact.indices, updates.indices)]
+        values = xp.concatenate(step.changes)
+        exact = SparseVector.trusted(sums.indices, values, sums.size, sums.shape)
+        nonzero = None if values.all() else xp.flatnonzero(values)
+        if nonzero is not None:
+            exact = exact.at(nonzero)
+        if comm.size == 1:
+            return Outcome(exact, exact.part(0, 0), step.verdict)
+        updates, jumps = comm.quantized(exact, _Kept()), xp.concatenate(step.jumps)
+        if nonzero is not None:
+            jumps = jumps[nonzero]
+        if updates.nnz < exact.nnz:
+            jumps = jumps[xp.searchsorted(exact.indices, updates.indices)]
+        # Positions among the updates take fewer bits than indices.
         positions = xp.flatnonzero(jumps)
-        changes = updates.at(positions)
-        changes.values = jumps[positions].astype(values.dtype)
-        if comm.size > 1:
-            changes = comm.quantized(changes, _Kept())
-        return Outcome(updates, changes, step.verdict)
+        changed = jumps[positions].astype(values.dtype)
+        changes = SparseVector.trusted((positions + begin).astype(sums.indices.dtype), changed, sums.size, sums.shape)
+        return Outcome(updates, comm.quantized(changes, _Kept()), step.verdict)
 
     def _dense(self) -> Outcome:
         """Add up gradients at their owners, and gather new weights. Two trips."""

@@ -77,8 +77,8 @@ def everything(dtype: str, n: int) -> list[Any]:
     moments, updated = Moments(*arrays), interop.tensor(x.copy(), "updated", writable=True)
     table = (np.arange(60) / 64).astype(widened.dtype).reshape(10, 6)
     made = backend.adamw(updated, moments, exponents, a, table, 1e-8, 1e-8, n, True, 4)
-    backend.store_adamw(updated, moments, a, made, n, True)
-    found += [*made[:-1], *moments, backend.memory_of(updated).copy()]
+    backend.store_adamw(updated, moments, exponents, a, made, n, True)
+    found += [*made[:-1], *moments, exponents, backend.memory_of(updated).copy()]
     total = backend.accumulate(t, kept)
     backend.add(total, backend.accumulate(kept, None))
     out = np.empty_like(x)
