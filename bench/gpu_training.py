@@ -429,11 +429,15 @@ def show(file: Path) -> None:
             f"# {text['files']:,} files, {text['bytes'] / 1e6:.1f} MB, {text['tokens']:,} tokens to train on",
         ]
 
+    def samples(setting: Setting) -> Setting:
+        return replace(setting, way="dense", density=0.0, ranks=1, batch=setting.ranks * setting.batch)
+
+    dense = {samples(setting): rows for setting, rows in found.items() if setting.way == "dense"}
+
     def above(setting: Setting) -> str | None:
-        dense = replace(setting, way="dense", density=0.0)
-        if setting == dense or dense not in found or last[setting]["step"] not in found[dense]:
-            return None
-        return f"{last[setting]['loss'] - found[dense][last[setting]['step']]['loss']:+.4f}"
+        """Return how much the loss is above that of a dense training with the same samples in each step."""
+        row = dense.get(samples(setting), {}).get(last[setting]["step"])
+        return None if row is None or setting.way == "dense" else f"{last[setting]['loss'] - row['loss']:+.4f}"
 
     def ms(name: str) -> Callable[[Setting], str]:
         return lambda setting: f"{last[setting]['ms'][name]:.1f}"
@@ -547,6 +551,8 @@ def trained(setting: Setting, text: Text, options: argparse.Namespace, about: Ro
         training.end = min(setting.steps, training.first + options.part)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     saved = training.run()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()  # CuPy, which has a pool of its own, needs the memory
     if saved is None:
         checkpoint.unlink(missing_ok=True)
         return True
