@@ -69,8 +69,8 @@ state_of() {
 describe_machine() {
     local gpu git
     gpu=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2> /dev/null)
-    git=$(git rev-parse --short=8 HEAD 2> /dev/null)$(git diff --quiet HEAD 2> /dev/null || echo " with changes")
-    echo "# commit $git"
+    git=$(git describe --always --dirty --exclude '*' 2> /dev/null)
+    echo "# commit ${git:-unknown}"
     echo "# ${gpu:-no nvidia-smi}; $(sed -n 's/^model name[^:]*: *//p' /proc/cpuinfo | head -n 1), $(nproc) cores"
     "$python" - << 'END'
 import importlib.metadata, platform

@@ -1,8 +1,8 @@
 """Times of a step of `SparseAdamW` and of PyTorch's fused AdamW, on tensors shaped as those of GPT-2.
 
 The step is timed alone: gradients are there already, and every step has new ones. Ranks are simulated and take turns on
-the device, so the time of one rank is that of all, divided by their number. It includes encoding, copying and decoding
-messages, but nobody waits for a network.
+the device, so the time of one rank is that of all, divided by their number. It includes encoding and decoding messages,
+and copying them between device and host. It does not include moving them from rank to rank: see `bench.clock`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from bench.clock import Clock
+from bench.gpu_training import GPT2, Setting
+from sparsecomm.torch import SparseAdamW
 from sparsecomm.transport import simulated
 
 MODELS = {"124M": (12, 768), "354M": (24, 1024), "985M": (32, 1536)}  # layers, width
@@ -28,15 +32,12 @@ class Times(NamedTuple):
 
     seconds: list[float]
     host: list[float]  # until the call returns, when the device may still work
+    messages: list[float]  # for moving messages from rank to rank
     sent: float
 
 
 def shapes_of(model: str) -> Shapes:
     """Return the shapes of a model's parameters."""
-    import torch
-
-    from bench.gpu_training import GPT2, Setting
-
     layers, width = MODELS[model]
     with torch.device("meta"):
         parameters = GPT2(Setting(layers=layers, width=width)).named_parameters()
@@ -50,10 +51,6 @@ def memory(n: int, ranks: int) -> int:
 
 def measured(shapes: Shapes, ranks: int, device: str) -> Times:
     """Time steps of simulated ranks, or with 0 ranks of AdamW."""
-    import torch
-
-    from sparsecomm.torch import SparseAdamW
-
     n, count = sum(map(math.prod, shapes.values())), max(1, ranks) * (WARMUP + ROUNDS + 1)
     torch.manual_seed(0)
     numbers = torch.randn(n + count * SHIFT, device=device)
@@ -63,20 +60,23 @@ def measured(shapes: Shapes, ranks: int, device: str) -> Times:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    clock = Clock(wait)
+
     def gradients(number: int) -> Iterator[Any]:
         begin = number * SHIFT
         for shape in shapes.values():
             yield numbers[begin : begin + math.prod(shape)].view(shape)
             begin += math.prod(shape)
 
-    def program(transport: simulated.SimulatedTransport | None) -> tuple[list[float], list[float], float]:
+    def program(transport: simulated.SimulatedTransport | None) -> Times:
         named = [(name, torch.nn.Parameter(torch.zeros(shape, device=device))) for name, shape in shapes.items()]
         optimizer: Any
         if transport is None:
             optimizer = torch.optim.AdamW([parameter for _, parameter in named], fused=True)
         else:
+            clock.watch(transport)
             optimizer = SparseAdamW(named, comm=transport, check_weights_every=None)
-        starts, host, before = [], [], 0
+        starts, moved, host, before = [], [], [], 0
         for step in range(WARMUP + ROUNDS + 1):
             number = step if transport is None else step * ranks + transport.rank
             for (_, parameter), gradient in zip(named, gradients(number), strict=True):
@@ -84,13 +84,16 @@ def measured(shapes: Shapes, ranks: int, device: str) -> Times:
             if step == WARMUP and transport is not None:
                 before = optimizer.reducer.counters.bytes_sent
             starts.append(wait())
+            moved.append(clock.messages)
             optimizer.step()
             host.append(time.perf_counter() - starts[-1])
         sent = 0 if transport is None else optimizer.reducer.counters.bytes_sent - before
-        return np.diff(starts[WARMUP:]).tolist(), host[WARMUP:-1], sent / (ROUNDS + 1)
+        messages, seconds = np.diff(moved[WARMUP:]), np.diff(starts[WARMUP:])
+        return Times((seconds - messages).tolist(), host[WARMUP:-1], messages.tolist(), sent / (ROUNDS + 1))
 
     if not ranks:
-        return Times(*program(None))
+        return program(None)
     found = [result.value for result in simulated.run(ranks, program) if result.value is not None]
-    seconds, host, _ = found[0]
-    return Times([each / ranks for each in seconds], host, fmean(sent for *_, sent in found))
+    seconds, host, messages, _ = found[0]
+    one = [[each / ranks for each in times] for times in (seconds, messages)]
+    return Times(one[0], host, one[1], fmean(times.sent for times in found))

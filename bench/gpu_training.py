@@ -19,8 +19,9 @@ time and writes a checkpoint to FOLDER, from which the same command continues.
 - ``loss``, ``training_loss``: in nats per token, held out, and the mean since the last line.
 - ``bytes``: bytes that a rank has sent per weight and step, counted by the library; for dense, those of a ring.
 - ``ms``: medians of the steps since the last line. ``backward`` is the forward and backward pass of one rank, with
-  clipping. ``step`` is the optimizer's own work on one rank: it includes encoding, copying and decoding messages, but
-  nobody waits for a network. ``whole`` is the step of all ranks.
+  clipping. ``step`` is the optimizer's own work on one rank: it includes encoding and decoding messages, and copying
+  them between device and host. ``messages`` is the time for moving the messages of one rank within this process, which
+  is left out of ``step``. ``whole`` is the step of all ranks.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from torch.nn import functional
 
 import sparsecomm.torch
 from bench import report
+from bench.clock import Clock
 from sparsecomm.optimizers.adamw import DENSITY
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import simulated
@@ -266,7 +268,8 @@ class Training:
         self.progress: dict[int, Progress] = {}
         self.losses: list[float] = []  # of the steps since the last line
         self.backward = self.paused = 0.0  # seconds in passes, and in evaluations
-        self.marks: list[tuple[float, float]] = []  # at the ends of steps: time without pauses, and in passes
+        self.clock = Clock(self._wait)
+        self.marks: list[tuple[float, ...]] = []  # at the ends of steps: time without pauses, in passes, for messages
 
     def ends_before(self, step: int) -> bool:
         """Return whether to stop before a step. The first rank that asks decides for all."""
@@ -305,6 +308,7 @@ class Training:
         if transport is None:
             optimizer = torch.optim.AdamW(groups_of(model, named=False), fused=True)
         else:
+            self.clock.watch(transport)
             groups = groups_of(model, named=True)
             optimizer = sparsecomm.torch.SparseAdamW(groups, density=setting.density, comm=transport)
         sent, size = 0, sum(parameter.numel() for parameter in model.parameters())
@@ -329,10 +333,9 @@ class Training:
 
     def _backward(self, model: GPT2, step: int, ranks: range, limit: float) -> list[Tensor]:
         """Set the gradients to the clipped mean of some ranks, and return their losses."""
-        setting = self.setting
+        setting, started, losses = self.setting, self._wait(), []
         random = np.random.default_rng([setting.seed, step])
         starts = random.integers(len(self.text.training) - setting.length - 1, size=(setting.ranks, setting.batch))
-        started, losses = self._wait(), []
         model.zero_grad()
         for rank in ranks:
             loss = model.loss(self._samples(self.text.training, starts[rank]))
@@ -391,14 +394,14 @@ class Training:
         return time.perf_counter()
 
     def _mark(self) -> None:
-        self.marks.append((self._wait() - self.paused, self.backward))
+        self.marks.append((self._wait() - self.paused, self.backward, self.clock.messages))
 
     def _times(self) -> dict[str, float]:
-        """Return medians in ms: passes of one rank, the optimizer's step on one rank, and the steps of all ranks."""
-        ranks, (ends, passes) = self.setting.ranks, np.array(self.marks).T * 1e3
-        whole, backward = np.diff(ends), np.diff(passes)
-        steps = 1 if self.setting.way == "dense" else ranks
-        parts = {"backward": backward / ranks, "step": (whole - backward) / steps, "whole": whole}
+        """Return medians in ms, of one rank except for the whole step."""
+        whole, backward, messages = np.diff(np.array(self.marks).T * 1e3)
+        ranks, steps = self.setting.ranks, 1 if self.setting.way == "dense" else self.setting.ranks
+        parts = {"backward": backward / ranks, "step": (whole - backward - messages) / steps}
+        parts |= {"messages": messages / steps, "whole": whole}
         return {name: median(times.tolist()) for name, times in parts.items()}
 
 

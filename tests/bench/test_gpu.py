@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bench.clock import Clock
+from sparsecomm.transport import simulated
 from tests.processes import LIMIT, ROOT
 
 SCRIPT = ROOT / "bench" / "gpu_all.sh"
@@ -126,5 +129,38 @@ def test_steps_are_timed_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch)
         times = gpu_steps.measured(shapes, ranks, "cpu")
         assert len(times.seconds) == len(times.host) == gpu_steps.ROUNDS
         assert min(times.seconds + times.host) > 0
+        assert (max(times.messages) > 0) == (ranks > 1)
         assert (times.sent > 0) == (ranks > 1)
         assert times.sent < 0.1 * 8 * 300 * 64
+
+
+def test_the_clock_leaves_out_messages() -> None:
+    """With a time that only work and messages advance, whoever has the turn."""
+    pytest.importorskip("greenlet")
+    now, total = [0], []
+    clock = Clock(lambda: now[0])
+
+    def advance(seconds: int) -> None:
+        now[0] += seconds
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        send = transport.isend
+        transport.isend = lambda *given: (advance(1000), send(*given))[1]  # type: ignore[method-assign]
+        clock.watch(transport)
+        for step in range(3):
+            transport.begin(f"step {step}".encode(), lambda theirs, rank: AssertionError())
+            advance(1 + transport.rank)
+            others = [rank for rank in range(3) if rank != transport.rank]
+            requests = [transport.isend(np.zeros(8, np.uint8), to) for to in others]
+            advance(10)
+            for source in others:
+                transport.receive(source)
+                advance(100)
+            for request in requests:
+                request.wait()
+            transport.end()
+        total.append(now[0] - clock.messages)
+
+    simulated.run(3, program)
+    assert clock.messages == 3 * 3 * 2 * 1000
+    assert total[-1] == 3 * (1 + 2 + 3) + 9 * 10 + 9 * 2 * 100

@@ -38,7 +38,9 @@ def train(folder: Path, name: str, *given: object) -> tuple[int, dict[tuple[str,
     status = gpu_training.main([*map(str, options), "--folder", str(folder), "--out", str(out)])
     rows = {}
     for row in map(json.loads, out.read_text().splitlines()):
-        assert min(row.pop("ms").values()) > 0
+        ms = row.pop("ms")
+        assert min(ms["backward"], ms["step"]) > 0
+        assert (ms["messages"] > 0) == (row["setting"]["way"] == "sparse")
         assert row.pop("about")["text"]["files"] > gpu_training.HELD_OUT
         rows[row["setting"]["way"], row["step"]] = row
     return status, rows
