@@ -1,21 +1,28 @@
-"""Selection and merging on a CUDA device: results checked, times beside their floors, peers in the same run.
+"""Selection, merging and steps of AdamW on a CUDA device: results checked, floors and peers in the same run.
 
     python -m bench.gpu                     25.6M, 110M and 1G elements
     python -m bench.gpu --sizes 1e6,25.6e6 --write bench/results
+    python -m bench.gpu --parts step --name gpu-step --write bench/results
 
 A floor is the bytes that must move over the bandwidth of a device-to-device copy in the same run. "Replayed" is the
 device's own time: the call captured into a CUDA graph and replayed over several inputs, larger together than the L2.
 A residual gets a new gradient in every call and replay, as in training: adding the same one again and again would
 pile up elements below the largest. "Called" is what a caller sees, Python and launches included. Peers are timed as
-called, by events on the device.
+called, by events on the device, and so are the functions of the library that programs call, on tensors of PyTorch.
+
+`bench.gpu_steps` describes how steps are measured; "host" is the time until a step returns. "Few values" are normal
+data rounded to whole numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +35,7 @@ from bench.report import interval, number, yes_or_no
 ROUNDS = 21
 SHIFT = 64  # elements between the beginnings of two gradients
 SETS_BYTES = 400 << 20  # inputs of one measurement together, at least: several times any L2
+PARTS = ["step", "selection", "merging", "packing", "others"]
 Action = Callable[[], Any]
 Row = dict[str, Any]
 
@@ -36,6 +44,7 @@ def main() -> int:
     options = parsed()
     try:
         import cupy
+        import greenlet  # noqa: F401 (of simulated ranks)
 
         cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
@@ -43,15 +52,14 @@ def main() -> int:
         return 2
     run = Run(options)
     bench = report.about("-m bench.gpu", sys.argv[1:]) | run.about
-    for n in options.sizes:
-        run.selection(n)
-    run.merging()
-    run.packing(options.sizes[0])
-    run.others(options.sizes[0])
-    lines = [*report.head(bench), f"# {run.device}, copies at {run.bandwidth / 1e9:,.0f} GB/s (read and written)"]
-    lines.append(f"# {len(run.wrong)} results wrong" + "".join(f"\n# WRONG: {text}" for text in run.wrong))
     stem = options.write and options.write / options.name
-    report.publish(stem, lines, [run.table()], bench | {"rows": run.rows, "wrong": run.wrong})
+    try:
+        for part in options.parts:
+            getattr(run, part)()
+    finally:  # after an interrupt, too
+        lines = [*report.head(bench), f"# {run.device}, copies at {run.bandwidth / 1e9:,.0f} GB/s (read and written)"]
+        lines.append(f"# {len(run.wrong)} results wrong" + "".join(f"\n# WRONG: {text}" for text in run.wrong))
+        report.publish(stem, lines, [run.table()], bench | {"rows": run.rows, "wrong": run.wrong})
     return 1 if run.wrong else 0
 
 
@@ -59,10 +67,37 @@ def parsed() -> argparse.Namespace:
     parser = report.parser(__doc__, prog="python -m bench.gpu")
     sizes = lambda text: [int(float(word)) for word in text.split(",")]  # noqa: E731
     parser.add_argument("--sizes", type=sizes, default=[25_600_000, 110_000_000, 1_000_000_000], metavar="N,N,...")
-    parser.add_argument("--densities", type=lambda t: [float(w) for w in t.split(",")], default=[0.001, 0.01])
+    densities = [0.001, 0.01, 0.03, 0.09]
+    parser.add_argument("--densities", type=lambda t: [float(w) for w in t.split(",")], default=densities)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--models", nargs="+", default=["124M", "354M", "985M"], metavar="MODEL", help="for steps")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table and a JSON file there")
     parser.add_argument("--name", default="gpu", help="name of these files")
     return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Inputs of a selection, and a new gradient for each call and replay with a residual."""
+
+    n: int
+    data: str  # what the elements are, if not normal
+    inputs: list[Any]
+    residuals: list[Any]
+    gradients: list[Any]
+
+    def tensors(self) -> list[Any]:
+        from sparsecomm.tensors import interop
+
+        return [interop.tensor(x, "x") for x in self.inputs]
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Return gradients with residuals."""
+        from sparsecomm.tensors import interop
+
+        gradients = [interop.tensor(x, "x") for x in self.gradients]
+        residuals = [interop.tensor(r, "residual", writable=True) for r in self.residuals]
+        return list(zip(gradients, itertools.cycle(residuals)))
 
 
 class Run:
@@ -86,55 +121,132 @@ class Run:
 
     # -- what is measured -------------------------------------------------------------------------------------------
 
-    def selection(self, n: int) -> None:
-        import sparsecomm as sc
-        from sparsecomm.tensors import interop
+    def step(self) -> None:
+        from bench import gpu_steps  # which needs PyTorch
 
+        for name in self.options.models:
+            shapes, fused = gpu_steps.shapes_of(name), None
+            n = sum(map(math.prod, shapes.values()))
+            what = f"{n / 1e6:.0f}M weights in {len(shapes)} tensors"
+            for ranks in (0, 1, 8):  # 0: AdamW
+                needed = gpu_steps.memory(n, ranks)
+                self._free()
+                if needed > self.cupy.cuda.runtime.memGetInfo()[0]:
+                    print(f"# {what}, {ranks} ranks left out: {needed / 1e9:.0f} GB of memory needed", file=sys.stderr)
+                    continue
+                times = gpu_steps.measured(shapes, ranks, "cuda")
+                q1, median, q3 = report.quartiles(np.array(times.seconds), 1e6)
+                row: Row = {"called_us": median, "quartiles_us": [q1, q3]}
+                if not ranks:
+                    fused = median
+                    row |= {"what": f"torch.optim.AdamW(fused=True), {what}", "floor_us": 28 * n / self.bandwidth * 1e6}
+                else:
+                    of = "one rank" if ranks == 1 else f"one of {ranks} ranks"
+                    target = 2.0 if ranks == 1 else 1.2
+                    row |= {"what": f"SparseAdamW.step, {what}, {of}", "target": target, "sent_bytes": times.sent}
+                    row["messages_us"] = float(np.median(times.messages)) * 1e6
+                    row |= {"over_fused": median / fused, "met": median <= target * fused} if fused else {}
+                    row |= {"host_us": float(np.median(times.host)) * 1e6} if ranks == 1 else {}
+                self.rows.append(row)
+
+    def selection(self) -> None:
+        for n in self.options.sizes:
+            self._selection(n)
+            self._free()
+
+    def _selection(self, n: int) -> None:
         cupy, rng = self.cupy, self.cupy.random.default_rng(0)
         count = max(1, min(16, SETS_BYTES // (4 * n)))
-        if 8 * n * count + (8 << 30) > cupy.cuda.runtime.memGetInfo()[0]:
+        kept = 16 * ROUNDS * n * max(*self.options.densities, 64 / 4096)  # bytes of the results of all graphs
+        if 8 * n * count + kept + (8 << 30) > cupy.cuda.runtime.memGetInfo()[0]:
             print(f"# {n:,} elements left out: too little memory", file=sys.stderr)
             return
         gradients = 4 * ROUNDS  # one for each call and replay with a residual
         numbers = [rng.standard_normal(n + gradients * SHIFT, dtype=np.float32) for _ in range(count)]
-        inputs = [x[:n] for x in numbers]
-        residuals = [cupy.zeros_like(x) for x in inputs]
-        tensors = [interop.tensor(x, "x") for x in inputs]
-        into = [interop.tensor(r, "residual", writable=True) for r in residuals]
-        shifted = [interop.tensor(numbers[i % count][i * SHIFT :][:n], "x") for i in range(gradients)]
-        pairs = list(zip(shifted, itertools.cycle(into)))
-        for density in self.options.densities:
-            k, what = max(1, round(n * density)), f"n = {n / 1e6:g}M, density {density:g}"
-            found, expected = sc.topk(inputs[0], k), sc.topk(inputs[0].get(), k)
-            self.same(f"top-k, {what}", found, expected)
-            self.ours(f"top-k, {what}", 4 * n, 1.3, [lambda t=t, k=k: self.backend.topk(t, k, None) for t in tensors])
-            for r in residuals:
-                r.fill(0)
-            self.same(f"fused, {what}", sc.topk(inputs[0], k, residual=residuals[0]), expected)
-            fused = [lambda t=t, r=r, k=k: self.backend.topk(t, k, r) for t, r in pairs]
-            self.ours(f"residual + x and top-k, {what}", 12 * n, 1.25, fused)
-            self._peers(what, k, n, inputs, residuals)
-        k, chunk = 64, 4096
-        what, bytes_out = f"n = {n / 1e6:g}M, {k} of every {chunk:,}", 8 * n * k // chunk
-        expected = sc.topk(inputs[0].get(), k, chunk=chunk)
-        self.same(f"top-k by chunk, {what}", sc.topk(inputs[0], k, chunk=chunk), expected)
-        alone = [lambda t=t: self.backend.topk_by_chunk(t, k, chunk, None) for t in tensors]
-        self.ours(f"top-k by chunk, {what}", 4 * n + bytes_out, 1.3, alone)
+        residuals = [cupy.zeros(n, np.float32) for _ in numbers]
+        arrays = [numbers[i % count][i * SHIFT :][:n] for i in range(gradients)]
+        vectors = Vectors(n, "", [x[:n] for x in numbers], residuals, arrays)
+        self._other_dtypes(vectors)
+        for data in ("", " of few values", " of equal values"):
+            if data == " of few values":
+                for x in numbers:
+                    cupy.rint(x, out=x)
+            elif data:
+                for x in numbers:
+                    x.fill(1.5)
+            vectors = replace(vectors, data=data)
+            host = vectors.inputs[0].get()
+            for density in self.options.densities:
+                self._topk(vectors, host, density)
+                self._free()
+            self._by_chunk(vectors, host, 64, 4096)
+
+    def _topk(self, vectors: Vectors, host: Any, density: float) -> None:
+        import sparsecomm as sc
+
+        n, data, inputs, residuals = vectors.n, vectors.data, vectors.inputs, vectors.residuals
+        k, what = max(1, round(n * density)), f"n = {n / 1e6:g}M, density {density:g}"
+        found, expected = sc.topk(inputs[0], k), sc.topk(host, k)
+        self.same(f"top-k{data}, {what}", found, expected)
+        alone = [lambda t=t: self.backend.topk(t, k, None) for t in vectors.tensors()]
+        bytes_out = 8 * expected.nnz
+        self.ours(f"top-k{data}, {what}", 4 * n + bytes_out, 1.3, alone)
         for r in residuals:
             r.fill(0)
-        self.same(f"fused, by chunk, {what}", sc.topk(inputs[0], k, residual=residuals[0], chunk=chunk), expected)
-        fused = [lambda t=t, r=r: self.backend.topk_by_chunk(t, k, chunk, r, 0.95) for t, r in pairs]
-        self.ours(f"0.95 residual + x and top-k by chunk, {what}", 12 * n + bytes_out, 1.25, fused)
+        self.same(f"fused{data}, {what}", sc.topk(inputs[0], k, residual=residuals[0]), expected)
+        fused = [lambda t=t, r=r: self.backend.topk(t, k, r) for t, r in vectors.pairs()]
+        self.ours(f"residual + x and top-k{data}, {what}", 12 * n + bytes_out, 1.25, fused)
+        if not data:
+            self._public(what, k, vectors)
+            self._peers(what, k, n, inputs, residuals)
+
+    def _by_chunk(self, vectors: Vectors, host: Any, k: int, chunk: int) -> None:
+        import sparsecomm as sc
+
+        n, data, inputs, residuals = vectors.n, vectors.data, vectors.inputs, vectors.residuals
+        what, expected = f"n = {n / 1e6:g}M, {k} of every {chunk:,}", sc.topk(host, k, chunk=chunk)
+        bytes_out = 8 * expected.nnz
+        self.same(f"top-k by chunk{data}, {what}", sc.topk(inputs[0], k, chunk=chunk), expected)
+        alone = [lambda t=t: self.backend.topk_by_chunk(t, k, chunk, None) for t in vectors.tensors()]
+        self.ours(f"top-k by chunk{data}, {what}", 4 * n + bytes_out, 1.3, alone)
+        for r in residuals:
+            r.fill(0)
+        self.same(f"fused, by chunk{data}, {what}", sc.topk(inputs[0], k, residual=residuals[0], chunk=chunk), expected)
+        fused = [lambda t=t, r=r: self.backend.topk_by_chunk(t, k, chunk, r, 0.95) for t, r in vectors.pairs()]
+        self.ours(f"0.95 residual + x and top-k by chunk{data}, {what}", 12 * n + bytes_out, 1.25, fused)
+
+    def _other_dtypes(self, vectors: Vectors) -> None:
+        import sparsecomm as sc
+        from sparsecomm.tensors import interop
+
         for dtype in (np.float16, np.float64):
-            x = inputs[0][: n // 2].astype(dtype)
-            t, k = interop.tensor(x, "x"), max(1, n // 2000)
+            x = vectors.inputs[0][: vectors.n // 2].astype(dtype)
+            t, k = interop.tensor(x, "x"), max(1, vectors.n // 2000)
             self.same(f"top-k, {np.dtype(dtype)}", sc.topk(x, k), sc.topk(x.get(), k))
-            self.ours(
-                f"top-k, {np.dtype(dtype)}, n = {n / 2e6:g}M",
-                x.nbytes,
-                1.3,
-                [lambda t=t, k=k: self.backend.topk(t, k, None)],
-            )
+            what = f"top-k, {np.dtype(dtype)}, n = {vectors.n / 2e6:g}M"
+            self.ours(what, x.nbytes, 1.3, [lambda t=t, k=k: self.backend.topk(t, k, None)])
+
+    def _public(self, what: str, k: int, vectors: Vectors) -> None:
+        """The functions that programs call, on PyTorch's tensors and stream."""
+        import sparsecomm as sc
+        from sparsecomm.transport import simulated
+
+        try:
+            import torch
+        except ImportError:
+            return
+        xs, rs = ([torch.from_dlpack(v) for v in vs] for vs in (vectors.gradients, vectors.residuals))
+        pairs, alone = list(zip(xs, itertools.cycle(rs))), 4 * vectors.n + 8 * k
+
+        def program(comm: Any) -> None:
+            reduce = [lambda x=x, r=r: sc.sparse_allreduce(x, k, comm=comm, residual=r) for x, r in pairs]
+            self.called(f"sparsecomm.sparse_allreduce, one rank, {what}", alone + 8 * vectors.n, reduce)
+
+        with torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)):
+            self.called(f"sparsecomm.topk, {what}", alone, [lambda x=x: sc.topk(x, k) for x in xs])
+            fused = [lambda x=x, r=r: sc.topk(x, k, residual=r) for x, r in pairs]
+            self.called(f"sparsecomm.topk with a residual, {what}", alone + 8 * vectors.n, fused)
+            simulated.run(1, program)
 
     def _peers(self, what: str, k: int, n: int, inputs: list[Any], residuals: list[Any]) -> None:
         cupy = self.cupy
@@ -197,13 +309,13 @@ class Run:
                 target,
             )
 
-    def packing(self, n: int) -> None:
+    def packing(self) -> None:
         """Values of few bits: rounded, packed and unpacked. The host waits in each."""
         import sparsecomm as sc
         from sparsecomm.backends import CpuBackend
         from sparsecomm.tensors.kinds import INT2, INT4, SIGN
 
-        host = CpuBackend(1)
+        host, n = CpuBackend(1), self.options.sizes[0]
         entries = sc.topk(self.cupy.random.default_rng(2).standard_normal(n, dtype=np.float32), 64, chunk=4096)
         there, count = sc.SparseVector(entries.indices.get(), entries.values.get(), n), entries.nnz
         for kind in (INT4, INT2, SIGN):
@@ -228,11 +340,12 @@ class Run:
                 [lambda kind=kind, m=message, head=head: self.backend.unpack(m, head, count, n, kind, False)],
             )
 
-    def others(self, n: int) -> None:
+    def others(self) -> None:
         """densify, and the compaction of everything above a threshold."""
         import sparsecomm as sc
         from sparsecomm.tensors import interop
 
+        n = self.options.sizes[0]
         x = self.cupy.random.default_rng(1).standard_normal(n, dtype=np.float32)
         outs = [self.cupy.empty_like(x) for _ in range(max(1, SETS_BYTES // x.nbytes))]
         entries = sc.topk(x, n // 1000)
@@ -248,6 +361,13 @@ class Run:
         self.same("threshold", sc.threshold(x, 3.0), sc.threshold(x.get(), 3.0))
 
     # -- measuring --------------------------------------------------------------------------------------------------
+
+    def _free(self) -> None:
+        """Return unused memory to the device, which CuPy and PyTorch keep in pools of their own."""
+        gc.collect()
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
 
     def _copy_bandwidth(self) -> float:
         source = self.cupy.ones(1 << 28, np.float32)
@@ -315,10 +435,12 @@ class Run:
         columns = [
             ("", lambda row: row["what"]),
             ("called, us", number("called_us", ",.1f")),
+            ("host, us", number("host_us", ",.1f")),
             ("replayed, us", number("replayed_us", ",.1f")),
             ("quartiles", lambda row: interval("quartiles_us", ",.1f")(row) if "quartiles_us" in row else None),
             ("floor, us", number("floor_us", ",.1f")),
             ("over the floor", number("over_floor", ".2f")),
+            ("over fused AdamW", number("over_fused", ".2f")),
             ("target", lambda row: None if row.get("target") is None else f"<= {row['target']:g}"),
             ("met", lambda row: yes_or_no({"met": None} | row)),
         ]

@@ -1,0 +1,104 @@
+"""`bench.gpu_training` with a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("greenlet")
+
+from bench import gpu_training  # noqa: E402
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainings")
+
+
+def train(folder: Path, name: str, *given: object) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
+    """Return the exit status, and the lines of the file by way and step, without times and descriptions."""
+    out = folder / f"{name}.jsonl"
+    options = ["--tiny", "--device", "cpu", "--ranks", 2, "--steps", STEPS, "--every", 2, *given]
+    status = gpu_training.main([*map(str, options), "--folder", str(folder), "--out", str(out)])
+    rows = {}
+    for row in map(json.loads, out.read_text().splitlines()):
+        ms = row.pop("ms")
+        assert min(ms["backward"], ms["step"]) > 0
+        assert (ms["messages"] > 0) == (row["setting"]["way"] == "sparse")
+        assert row.pop("about")["text"]["files"] > gpu_training.HELD_OUT
+        rows[row["setting"]["way"], row["step"]] = row
+    return status, rows
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_have_the_losses_and_bytes_of_a_whole_training(ranks: int, folder: Path) -> None:
+    status, whole = train(folder, f"whole-{ranks}", "--ranks", ranks)
+    assert status == 0
+    assert sorted(whole) == [(way, step) for way in ("dense", "sparse") for step in (2, 4, 5)]
+    dense, sparse = whole["dense", STEPS], whole["sparse", STEPS]
+    assert dense["bytes"] == pytest.approx(8 * (ranks - 1) / ranks, rel=1e-4)
+    assert 0 < sparse["bytes"] < dense["bytes"] / 20
+    for last in (dense, sparse):
+        assert last["loss"] < whole[last["setting"]["way"], 2]["loss"] - 0.05
+    name, part = f"parts-{ranks}", ("--ranks", ranks, "--part", 3)
+    assert train(folder, name, *part)[0] == 3
+    assert len(list(folder.glob("*.pt"))) == 2
+    assert train(folder, name, *part) == (0, whole)
+    assert not list(folder.glob("*.pt"))
+    lines = (folder / f"{name}.jsonl").read_text()
+    assert train(folder, name, *part) == (0, whole)
+    assert (folder / f"{name}.jsonl").read_text() == lines  # nothing was trained
+
+
+def test_no_time_is_left(folder: Path) -> None:
+    (folder / "late.jsonl").touch()
+    assert train(folder, "late", "--minutes", 0) == (3, {})
+
+
+def test_all_entries_by_sparse_adamw_are_dense(folder: Path) -> None:
+    """No rank clips, because ranks clip by their own norms."""
+    _, found = train(folder, "all", "--density", 1.0, "--clip", 1e9)
+    _, one_rank = train(folder, "one", "--ranks", 1, "--batch", 4, "--clip", 1e9, "--ways", "dense")
+    for step in (2, 4, 5):
+        expected = one_rank["dense", step]["loss"]  # with the same samples
+        assert found["dense", step]["loss"] == pytest.approx(expected, abs=2e-3)
+        assert found["sparse", step]["loss"] == pytest.approx(expected, abs=2e-3)
+
+
+def test_tokens_are_the_text() -> None:
+    setting = gpu_training.Setting(**gpu_training.TINY)
+    texts = [text for _, text in gpu_training.sources(setting.text_bytes, packages=False)]
+    last = slice(gpu_training.HELD_OUT - 1, None, gpu_training.HELD_OUT)
+    held_out = "".join(texts[last])
+    characters = sorted(set("".join(texts)))
+    spelled = gpu_training.tokens_of(replace(setting, words=len(characters)), packages=False)
+    assert "".join(characters[number] for number in spelled.held_out) == held_out
+    assert spelled.about["bytes"] == len(spelled.training) + len(held_out) == sum(map(len, texts))
+    words = gpu_training.tokens_of(replace(setting, words=1 << 16), packages=False)
+    assert len(words.held_out) == len(gpu_training.TOKEN.findall(held_out)) < len(held_out) / 2
+    assert np.bincount(words.training)[len(characters)] == np.bincount(words.training)[len(characters) :].max()
+
+
+def test_a_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = train(folder, "whole-2")
+    assert gpu_training.main(["--report", str(folder / "whole-2.jsonl")]) == 0
+    text = capsys.readouterr().out
+    for row in found.values():
+        assert f" {row['loss']:.4f} " in text
+    assert f"{found['sparse', STEPS]['loss'] - found['dense', STEPS]['loss']:+.4f}" in text
