@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sparsecomm.backends import CpuBackend
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import INT4, ValueKind
@@ -201,6 +203,35 @@ def densify(sources: Path, seed: int) -> None:
         np.testing.assert_array_equal(out, reference.dense(entries, n))
 
 
+def adamw(sources: Path, seed: int) -> None:
+    """For some of the weights and for all, beside the CPU's kernels. Some waits are longer than the table."""
+    n, rng = 3000, np.random.default_rng(seed)
+    x, g = (data.gradient("normal", n, "float32", seed + i) for i in range(2))
+    table = rng.random((6, 6)).astype(np.float32)
+    x[:40], squares = np.inf, np.square(g) + np.float32(1e-3)
+    squares[rng.random(n) < 0.1] *= 1e6
+    squares[50:90], last = 3e38, rng.integers(0, 9, n).astype(np.int32)
+    exponents = np.where(rng.random(n) < 0.1, 1, rng.integers(100, 130, n)).astype(np.uint8)
+    for nnz in (700, n):
+        indices = np.sort(rng.choice(n, nnz, replace=False)).astype(np.int32)
+        values, jumps = (data.gradient("normal", nnz, "float32", seed + i) for i in (3, 4))
+        found = []
+        for it in (crowded(sources, seed, multiprocessors=1), Device("portable", CpuBackend(1))):
+            put = partial(guarded, it.backend.runtime) if isinstance(it.backend, CudaBackend) else np.array
+            weights, residual, units, *state = map(put, (x, g, exponents, g, squares, last, x[::-1] / 64))
+            w, r, moments = it.tensor(weights), it.tensor(residual), Moments(*state)
+            for scale in (0.5, 1e38):
+                added = it.backend.add_quotient(it.tensor(put(g)), units, scale, r, True)
+                assert added is (scale < 1)
+            sums = it.entries(put(indices), put(values), n) if nnz < n else it.backend.nonzeros(put(values), (n,))
+            made = it.backend.adamw(w, moments, units, sums, table, 1e-3, 1e-8, 7, True, 4)
+            it.backend.store_adamw(w, moments, sums, made, 7, True)
+            it.backend.change_units(r, units, it.entries(put(indices), put(2 * jumps), n))
+            found.append([weights, residual, units, *moments, made.changes, made.jumps, np.array(made.overflows)])
+        for ours, theirs in zip(*found, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
 def adding_where(sources: Path, seed: int) -> None:
     """More tiles than blocks; the others are some, all, none, or end within a tile."""
     it, n, nnz, rng = crowded(sources, seed, multiprocessors=1), 20_000, 9000, np.random.default_rng(seed)
@@ -286,6 +317,7 @@ def refused(backend: CudaBackend, message: bytes, count: int, n: int, kind: Valu
 
 
 DRIVERS = (
+    adamw,
     topk,
     topk_with_residual,
     radix,

@@ -14,6 +14,7 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend, cuda
+from sparsecomm.backends.adamw import Moments, unit_exponents
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, INT4, INT8, ValueKind
 from tests import data
@@ -77,6 +78,29 @@ def merge(n: int, dtype: str) -> None:
         same_arrays(f"dense {dtype}", ours_, theirs_)
 
 
+def adamw(n: int, dtype: str) -> None:
+    """adamw.cu, for some of the weights and for all."""
+    x, g = (data.gradient("normal", n, dtype, seed) for seed in (3, 4))
+    real = "float64" if dtype == "float64" else "float32"
+    table = np.random.default_rng(5).random((4, 6)).astype(real)
+    for k in (n // 10, n):
+        results = []
+        for backend, put in ((cuda.of(0), cupy.asarray), (CpuBackend(1), np.array)):
+            weights, residual, ones = put(x), put(np.zeros(n, real)), np.ones(n, real)
+            exponents = put(unit_exponents(np, ones, np.dtype(real).type(1e-8)))
+            w, r = (interop.tensor(each, "x", writable=True) for each in (weights, residual))
+            assert backend.add_quotient(interop.tensor(put(g), "x"), exponents, 0.5, r, True)
+            sums = backend.topk(r, k, None)
+            moments = Moments(*(put(each) for each in (ones * 0, ones, np.zeros(n, np.int32), ones / 64)))
+            made = backend.adamw(w, moments, exponents, sums, table, 1e-8, 1e-8, 3, True, 4)
+            assert not made.overflows
+            backend.store_adamw(w, moments, sums, made, 3, True)
+            backend.change_units(r, exponents, sums)
+            results.append((weights, residual, exponents, *moments, made.changes, made.jumps))
+        for ours, theirs in zip(*results, strict=True):
+            same_arrays(f"AdamW of {dtype}", ours, theirs)
+
+
 def pack(n: int, kind: ValueKind) -> None:
     """packed.cu."""
     theirs = sc.topk(data.gradient("normal", n, "float32"), n // 20)
@@ -100,6 +124,7 @@ def main() -> int:
             select(n, *pair)
         for dtype in ("float32", "float64", "float16"):
             merge(n, dtype)
+            adamw(n, dtype)
         for kind in (BFLOAT16, INT8, INT4):
             pack(n, kind)
     print("all results are those of the CPU")

@@ -15,6 +15,7 @@ from sparsecomm.backends.cuda.modules import (
     OPTIONS,
     SOURCES,
     TUNING,
+    adamw_definitions,
     dense_definitions,
     merge_definitions,
     packed_definitions,
@@ -34,6 +35,7 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
             for residual in residuals:
                 for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu", "warp_chunks.cu"):
                     yield file, selection_definitions(x, residual, int64_indices)
+            yield "adamw.cu", adamw_definitions(x, int64_indices)
             for residual in residuals[1:]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)
         for float64_values in (False, True):
@@ -51,7 +53,7 @@ COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TU
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "refine": 1024, "emit": 768, "radix": 768, "merge": 768}
-RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280}
+RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280, "adamw": 1280}
 RESIDENT_OTHERS = 1536
 NVCC = shutil.which("nvcc") is not None
 

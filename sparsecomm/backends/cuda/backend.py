@@ -8,25 +8,33 @@ compiles and allocates.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from sparsecomm.backends import default_float_mode
+from sparsecomm.backends.adamw import AdamWResult, Moments
 from sparsecomm.backends.base import Backend
-from sparsecomm.backends.cuda.context import Arguments, CountedVector, Operand, ceil_div, dtype_of
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, Launch, Operand, ceil_div, dtype_of
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
-from sparsecomm.backends.cuda.modules import dense_definitions
+from sparsecomm.backends.cuda.modules import adamw_definitions, dense_definitions
 from sparsecomm.backends.cuda.packing import Packing
 from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime, read_word
 from sparsecomm.backends.cuda.selection import Selection
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.interop import Tensor, from_host
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 from sparsecomm.transport.base import MessageMemory
+
+_MAX_TABLES = 8  # of coefficients that are kept on the device
 
 
 class CudaBackend(Selection, Packing):
     """`sparsecomm.backends.base.Backend` on one device, on the current stream."""
+
+    def __init__(self, runtime: Runtime, **options: Any) -> None:
+        super().__init__(runtime, **options)
+        self._tables: dict[tuple[int, int], tuple[Array, Array]] = {}  # see `_rows`
 
     def on_stream(self, x: Tensor | None) -> OnStream:
         return OnStream(self.runtime, x.stream if x else None)
@@ -131,11 +139,90 @@ class CudaBackend(Selection, Packing):
         given: Arguments = {"values": values, "n": out.size, "dense": out}
         self._elementwise("narrow", out.size, dense_definitions(out.dtype), given)
 
+    # -- kernels/cuda/adamw.cu ----------------------------------------------------------------------------------------
+
+    def add_quotient(self, x: Tensor, exponents: Array, scale: float, residual: Tensor, if_finite: bool) -> bool:
+        if not x.size:
+            return True
+        faults = self.zeros(1, np.uint32) if if_finite else None
+        types, real = adamw_definitions(x.dtype), residual.dtype.accumulator.type
+        given: Arguments = {"x": x, "exponents": exponents, "n": x.size, "scale": real(scale), "faults": faults}
+        check = [self._spread("adamw.cu", "check_quotients", x.size, types, given)] if if_finite else []
+        add = self._spread("adamw.cu", "add_quotients", x.size, types, {**given, "residual": residual})
+        self.start(*check, add)
+        return faults is None or not read_word(self.runtime, faults)
+
+    def adamw(
+        self,
+        weights: Tensor,
+        moments: Moments,
+        exponents: Array,
+        entries: SparseVector,
+        table: Array,
+        unit_eps: float,
+        eps: float,
+        step: int,
+        with_changes: bool,
+        margin: float,
+    ) -> AdamWResult:
+        count, values, indices = _entries_of(entries)
+        real, rows = values.dtype.type, self._rows(table, values)
+        new_weights, new_mean, new_squares = (self.runtime.empty(count, real) for _ in range(3))
+        changes = self.runtime.empty(count, real) if with_changes else None
+        jumps, overflows = self.runtime.empty(count, np.int8), self.zeros(1, np.uint32)
+        given: Arguments = {"weights": weights, **moments._asdict(), "exponents": exponents, "indices": indices}
+        given |= {"values": values, "count": count, "rows": rows, "num_rows": len(table), "unit_eps": real(unit_eps)}
+        given |= {"eps": real(eps), "limit": real(weights.dtype.rounds_to_infinity), "margin": real(margin)}
+        given |= {"step": np.int32(step), "new_weights": new_weights, "new_mean": new_mean}
+        given |= {"new_squares": new_squares, "changes": changes, "jumps": jumps, "overflows": overflows}
+        types, found = adamw_definitions(weights.dtype, int64_indices=entries.size >= INT64_SIZE), 0
+        if count:
+            self.start(self._spread("adamw.cu", "adamw", count, types, given))
+            found = read_word(self.runtime, overflows)
+        return AdamWResult(new_weights, new_mean, new_squares, changes, jumps, found)
+
+    def store_adamw(
+        self, weights: Tensor, moments: Moments, entries: SparseVector, made: AdamWResult, step: int, write: bool
+    ) -> None:
+        count, _, indices = _entries_of(entries)
+        given: Arguments = {"weights": weights, **moments._asdict(), "indices": indices, "count": count}
+        given |= {"new_weights": made.weights, "new_mean": made.mean, "new_squares": made.squares}
+        given |= {"step": np.int32(step), "write": write}
+        if count:
+            types = adamw_definitions(weights.dtype, int64_indices=entries.size >= INT64_SIZE)
+            self.start(self._spread("adamw.cu", "store_adamw", count, types, given))
+
+    def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
+        added, types = Operand.of(changes), adamw_definitions(residual.dtype, int64_indices=changes.size >= INT64_SIZE)
+        if added.max_count:
+            given: Arguments = {"residual": residual, "exponents": exponents, **added.arguments()}
+            self.start(self._spread("adamw.cu", "change_units", added.max_count, types, given))
+
+    def _rows(self, table: Array, like: Array) -> Array:
+        """Return a copy of a table of coefficients on the device, one for all tensors with these coefficients."""
+        key = id(table), self.runtime.stream()
+        if key not in self._tables:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            self._tables[key] = table, from_host(np.ascontiguousarray(table).reshape(-1), like)
+        return self._tables[key][1]
+
     def _elementwise(self, name: str, max_count: int, types: tuple[str, ...], arguments: Arguments) -> None:
-        """Start a kernel of dense.cu with about one thread per entry or element."""
+        """Start a kernel of dense.cu."""
         if max_count:
-            threads = self.tuning.dense_threads
-            self.start(self.prepare("dense.cu", name, types, self.spread(max_count, threads), threads, arguments))
+            self.start(self._spread("dense.cu", name, max_count, types, arguments))
+
+    def _spread(self, file: str, name: str, count: int, types: tuple[str, ...], arguments: Arguments) -> Launch:
+        """Return a launch with about one thread per entry or element."""
+        threads = self.tuning.dense_threads
+        return self.prepare(file, name, types, self.spread(count, threads), threads, arguments)
+
+
+def _entries_of(entries: SparseVector) -> tuple[int, Array, Array | None]:
+    """Return the number of entries, their values, and their indices; ``None``: those of all elements."""
+    if isinstance(entries, DenseSum):
+        return entries.size, entries.dense, None
+    return entries.nnz, entries.values, entries.indices
 
 
 class CudaTimeline:

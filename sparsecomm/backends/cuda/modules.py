@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 import sparsecomm._kernels
+from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.kinds import ValueKind
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
 # As on the CPU: each operation is rounded by itself, quotients to nearest, and subnormal floats are supported.
-OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
+OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 _LAUNCH_ONLY = {"sample_sectors", "radix_max_size", "spare_candidates", "filter_blocks", "tail_blocks"}
 _LAUNCH_ONLY |= {"by_warp_min_chunk", "by_warp_part"}
@@ -126,6 +127,11 @@ def merge_definitions(float64_values: bool, int64_indices: bool) -> tuple[str, .
 def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bool = False) -> tuple[str, ...]:
     """Return the type definitions of dense.cu."""
     return (_format("FORMAT", x), _format("ACC", residual or x), _index(int64_indices))
+
+
+def adamw_definitions(x: DType, int64_indices: bool = False) -> tuple[str, ...]:
+    """Return the definitions of adamw.cu."""
+    return (_format("FORMAT", x), _index(int64_indices), f"MAX_JUMP={MAX_JUMP}", f"OVERFLOWS={OVERFLOWS}")
 
 
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
