@@ -106,10 +106,12 @@ adamw(const Bits* weights, const Real* mean, const Real* squares, const i32* las
 // Stores results of `adamw`: `Backend.store_adamw`.
 //
 //   weights, mean, squares, last, compensation  [in,out]  as in `adamw`; weights are written if `write`
-//   indices, count, new_*                       [in]      as in `adamw`
+//   exponents                                   [in,out]  of units, which jump where the weight changes; or null
+//   indices, count, new_*, changes, jumps       [in]      as in `adamw`
 KERNEL void __launch_bounds__(DENSE_THREADS)
-store_adamw(Bits* weights, Real* mean, Real* squares, i32* last, Real* compensation, const Index* indices, u64 count,
-            const Real* new_weights, const Real* new_mean, const Real* new_squares, i32 step, bool write) {
+store_adamw(Bits* weights, Real* mean, Real* squares, i32* last, Real* compensation, Exponent* exponents, const Index* indices,
+            u64 count, const Real* new_weights, const Real* new_mean, const Real* new_squares, const Real* changes,
+            const signed char* jumps, i32 step, bool write) {
     for (u64 e = grid_thread(); e < count; e += grid_threads()) {
         const u64 i = indices ? u64(indices[e]) : e;
         if (write) weights[i] = canonical<X>(X::narrow(new_weights[e]));
@@ -120,6 +122,7 @@ store_adamw(Bits* weights, Real* mean, Real* squares, i32* last, Real* compensat
         mean[i] = new_mean[e];
         squares[i] = new_squares[e];
         last[i] = step;
+        if (exponents && changes[e] != 0) exponents[i] = Exponent(clamped(exponents[i] + jumps[e], 1, 2 * BIAS));
     }
 }
 

@@ -225,7 +225,7 @@ def adamw(sources: Path, seed: int) -> None:
                 assert added is (scale < 1)
             sums = it.entries(put(indices), put(values), n) if nnz < n else it.backend.nonzeros(put(values), (n,))
             made = it.backend.adamw(w, moments, units, sums, table, 1e-3, 1e-8, 7, True, 4)
-            it.backend.store_adamw(w, moments, sums, made, 7, True)
+            it.backend.store_adamw(w, moments, units if nnz < n else None, sums, made, 7, True)
             it.backend.change_units(r, units, it.entries(put(indices), put(2 * jumps), n))
             found.append([weights, residual, units, *moments, made.changes, made.jumps, np.array(made.overflows)])
         for ours, theirs in zip(*found, strict=True):

@@ -182,12 +182,19 @@ class CudaBackend(Selection, Packing):
         return AdamWResult(new_weights, new_mean, new_squares, changes, jumps, found)
 
     def store_adamw(
-        self, weights: Tensor, moments: Moments, entries: SparseVector, made: AdamWResult, step: int, write: bool
+        self,
+        weights: Tensor,
+        moments: Moments,
+        exponents: Array | None,
+        entries: SparseVector,
+        made: AdamWResult,
+        step: int,
+        write: bool,
     ) -> None:
         count, _, indices = _entries_of(entries)
-        given: Arguments = {"weights": weights, **moments._asdict(), "indices": indices, "count": count}
-        given |= {"new_weights": made.weights, "new_mean": made.mean, "new_squares": made.squares}
-        given |= {"step": np.int32(step), "write": write}
+        given: Arguments = {"weights": weights, **moments._asdict(), "exponents": exponents, "indices": indices}
+        given |= {"count": count, "new_weights": made.weights, "new_mean": made.mean, "new_squares": made.squares}
+        given |= {"changes": made.changes, "jumps": made.jumps, "step": np.int32(step), "write": write}
         if count:
             types = adamw_definitions(weights.dtype, int64_indices=entries.size >= INT64_SIZE)
             self.start(self._spread("adamw.cu", "store_adamw", count, types, given))
