@@ -55,7 +55,11 @@ def of_rules(path: Path) -> dict[str, Points]:
     The best rate has the most seeds and, of those, the smallest loss, as in the tables of the report. A point is the
     mean over seeds of the difference to the dense training with the same seed.
     """
-    rules = {r: o for r, o in GRID.read(path).items() if r.optimizer != "lion" and not r.steps}
+    rules = {
+        rule: outcome
+        for rule, outcome in GRID.read(path).items()
+        if rule.optimizer != "lion" and not rule.steps and rule.weights == "float32"
+    }
     seeds = GRID.by_seed(rules)
     best: dict[Rule, dict[int, dict[str, Any]]] = {}
     order = {rule: (-len(found), sum(o["loss"] for o in found.values())) for rule, found in seeds.items()}
