@@ -112,13 +112,7 @@ def _known(transport: Transport) -> KnownCosts | None:
 
 
 class LinkMeasurement(Call):
-    """Measures the links between ranks, and stores the costs in the queue. They are the same on all ranks.
-
-    Attributes:
-        must_roll_back: whether the caller must roll back its contribution after an error: the measurement has begun, or
-            the transport has failed.
-        links, costs: the links, and the costs that follow from them; ``None`` before they are measured.
-    """
+    """Measures the links between ranks, and stores the costs in the queue. They are the same on all ranks."""
 
     label = Label.of(("call", "measurement of links, before the first sum"))
 
@@ -126,8 +120,8 @@ class LinkMeasurement(Call):
         """Prepare it; ``seconds`` is the time budget of `sparsecomm.tuning.links.Probe.measure`."""
         super().__init__(transport)
         self.links: Links | None = None
-        self.costs: KnownCosts | None = None
-        self.must_roll_back = False
+        self.costs: KnownCosts | None = None  # that follow from the links
+        self.must_roll_back = False  # the caller, after an error: it has begun, or the transport has failed
         self._probe, self._seconds, self._last_success = Probe(transport), seconds, transport.last_success
         self.comm = self._probe.comm
 

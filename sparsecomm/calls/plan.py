@@ -95,19 +95,7 @@ class Options:
 
 
 class Plan:
-    """The plan of calls with one signature on one communicator. Only one of them may be in flight at a time.
-
-    Attributes:
-        transport: the transport of the communicator.
-        backend: the backend of the gradient's device.
-        k: number of entries that each rank selects.
-        chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
-        options: the options of the calls.
-        choice: the chosen algorithm and wire format, and their predicted time; ``algorithm`` is the algorithm.
-        costs: the costs that decided it; ``None`` if nothing was left to choose.
-        mean: whether the sum is divided by the number of ranks.
-        comm: the communicator that the algorithm uses.
-    """
+    """The plan of calls with one signature on one communicator. Only one of them may be in flight at a time."""
 
     def __init__(
         self,
@@ -125,10 +113,12 @@ class Plan:
         """Choose the algorithm and the wire format, and prepare messages.
 
         Args:
-            dtype, shape, size: of the gradient.
+            backend, dtype, shape, size: of the gradient.
+            k: number of entries that each rank selects.
             options: checked options.
             costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose.
                 The plan then uses `profile.DEFAULT`, because the ranks may have different profiles.
+            chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
             arrays: two bools: whether the caller passed a residual, and whether it passed ``out``. The ranks compare
                 both and the shape. Pass ``None`` to skip this comparison, if the label of the calls covers it.
         """
@@ -137,6 +127,7 @@ class Plan:
         self.options = options
         accumulator = dtype.accumulator
         assumed = profile.DEFAULT if costs is None else costs.costs
+        # The chosen algorithm and wire format, and their predicted time.
         self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize), assumed)
         self.algorithm, self.mean = best.algorithm, options.op == "mean"
         call = CallSignature(

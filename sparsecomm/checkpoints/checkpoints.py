@@ -337,23 +337,14 @@ class CheckpointFolder:
 
 
 class _Survey(NamedTuple):
-    """The checkpoints that the ranks see.
+    """The checkpoints that the ranks see."""
 
-    Attributes:
-        complete: the checkpoints for which each rank sees the files that it would load, newest first.
-        last: the newest checkpoint that any rank sees.
-        steps_by_rank: for each rank, the steps of the checkpoints that it sees, newest first.
-        foreign: whether a rank sees checkpoints of another format.
-        job_id: the ID of this job.
-        save_id: a new random ID for a save.
-    """
-
-    complete: list[CheckpointId]
-    last: CheckpointId
-    steps_by_rank: list[list[int]]
-    foreign: bool
-    job_id: str
-    save_id: str
+    complete: list[CheckpointId]  # those for which each rank sees the files that it would load, newest first
+    last: CheckpointId  # the newest checkpoint that any rank sees
+    steps_by_rank: list[list[int]]  # for each rank, the steps of the checkpoints that it sees, newest first
+    foreign: bool  # whether a rank sees checkpoints of another format
+    job_id: str  # the ID of this job
+    save_id: str  # a new random ID for a save
 
 
 def _integer(name: str, value: int, min_value: int) -> int:

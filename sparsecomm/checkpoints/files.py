@@ -29,17 +29,11 @@ _save_ids: dict[tuple[int, ...], str] = {}  # of files that were read, by `_key`
 
 
 class CheckpointId(NamedTuple):
-    """The identity of a checkpoint. IDs order as the checkpoints were saved.
+    """The identity of a checkpoint. IDs order as the checkpoints were saved."""
 
-    Attributes:
-        run: a number that increases when training returns to an earlier step, or starts again in the same folder.
-        step: the step that the user passed to `save`.
-        size: the world size.
-    """
-
-    run: int
-    step: int
-    size: int
+    run: int  # increases when training returns to an earlier step, or starts again in the same folder
+    step: int  # that the user passed to `save`
+    size: int  # the world size
 
     def __str__(self) -> str:
         return f"step {self.step} (world size {self.size})"

@@ -33,21 +33,13 @@ AGE_SHIFT = 16  # lowest bit of the age in a mark; the bits below are a checksum
 
 
 class Ranges(NamedTuple):
-    """Ranges of indices, one per rank; ranks that own none have empty ranges.
+    """Ranges of indices, one per rank; ranks that own none have empty ranges."""
 
-    Attributes:
-        boundaries: first index of each range, and the end of the last.
-        made: number of the call that made them.
-        checksum: of ``boundaries``.
-        crowding: load of the busiest owner relative to the mean, in the first call with these ranges; 0: unknown.
-        following: boundaries for the next call; ``None``: keep these.
-    """
-
-    boundaries: list[int]
-    made: int
-    checksum: int
-    crowding: float = 0.0
-    following: list[int] | None = None
+    boundaries: list[int]  # first index of each range, and the end of the last
+    made: int  # number of the call that made them
+    checksum: int  # of `boundaries`
+    crowding: float = 0.0  # load of the busiest owner relative to the mean, in the first call with them; 0: unknown
+    following: list[int] | None = None  # boundaries for the next call; None: keep these
 
 
 class Dropped(list[SparseVector]):

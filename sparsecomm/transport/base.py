@@ -148,41 +148,25 @@ class Request(ABC):
 
 
 class Transport(ABC):
-    """Point-to-point messages between ``size`` ranks. Messages between two ranks arrive in the order sent.
+    """Point-to-point messages between ``size`` ranks. Messages between two ranks arrive in the order sent."""
 
-    Attributes:
-        rank, size: as in MPI.
-        number: number of the latest call; 0 before the first.
-        last_success: number of the latest call that succeeded on this rank; 0 if none has.
-        counters: traffic of this rank.
-        node_of_rank: node number of each rank. Nodes are numbered from 0 in the order of their first ranks.
-        num_nodes: number of nodes.
-        timeout: maximum seconds of a wait, in the latest call.
-        skipped: name of the error that kept this rank from beginning a call. It may be one call behind the other ranks.
-            Empty if there was none since its last successful call.
-        contents: returns the latest call's names and values, such as its step, for error messages.
-        library: name and version of the library that moves the bytes.
-        device_memory: whether `isend` and `receive` accept CUDA device memory.
-        simulated: whether the ranks run in one process, in virtual time.
-        threaded: whether one thread may make calls while other threads use the same library.
-        queue: the `sparsecomm.calls.queue.CallQueue` of this transport; None before the first call.
-    """
-
-    rank: int
+    rank: int  # as in MPI
     size: int
-    number: int
-    last_success = 0
-    counters: TrafficCounters
-    node_of_rank: Sequence[int]
+    number: int  # of the latest call; 0 before the first
+    last_success = 0  # number of the latest call that succeeded on this rank; 0 if none has
+    counters: TrafficCounters  # of this rank
+    node_of_rank: Sequence[int]  # nodes are numbered from 0 in the order of their first ranks
     num_nodes: int
-    timeout: float
-    contents: Callable[[], Iterable[tuple[str, object]]] = tuple
-    library: str
-    device_memory = False
-    simulated = False
-    threaded = False
+    timeout: float  # maximum seconds of a wait, in the latest call
+    contents: Callable[[], Iterable[tuple[str, object]]] = tuple  # the latest call's names and values, for errors
+    library: str  # name and version of the library that moves the bytes
+    device_memory = False  # whether `isend` and `receive` accept CUDA device memory
+    simulated = False  # whether the ranks run in one process, in virtual time
+    threaded = False  # whether one thread may make calls while other threads use the same library
+    # The name of the error that kept this rank from beginning a call. It may be one call behind the other ranks. Empty
+    # if there was none since its last successful call.
     skipped = ""
-    queue: Any = None  # the layer above defines its type
+    queue: Any = None  # the `CallQueue` of the layer above; None before the first call
 
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""
