@@ -22,15 +22,9 @@ from sparsecomm.tuning.profile import KnownCosts
 def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> KnownCosts:
     """Return the costs for planning calls. They are the same on all ranks.
 
-    If the costs are unknown, this function measures them, after the calls in the queue. It is then collective.
-
-    Args:
-        transport: the ranks.
-        measurement: the result of `measurement_needed`. Pass it to check ``must_roll_back`` and ``failed`` after an
-            error.
-
-    Raises:
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the measurement failed.
+    If the costs are unknown, this function measures them, after the calls in the queue. It is then collective, and
+    raises the errors of a call. ``measurement``: the result of `measurement_needed`. Pass it to check
+    ``must_roll_back`` and ``failed`` after an error.
     """
     measurement = measurement or measurement_needed(transport)
     if measurement is not None:

@@ -47,11 +47,9 @@ class Options:
         return cls(name_of(algorithm), op, wire)
 
     def check(self, dtype: str, *, by_chunk: bool = False) -> None:
-        """Raise `InvalidInputError` if an option is unknown, or not supported with the dtype or the selection.
+        """Raise `InvalidInputError` if an option is unknown, or not supported with gradients of type ``dtype``.
 
-        Args:
-            dtype: name of the gradient's element type.
-            by_chunk: whether the ranks select entries by chunk.
+        ``by_chunk``: whether the ranks select entries by chunk, which must then be supported, too.
         """
         find(self.algorithm)
         check_choice("op", self.op, OPS)

@@ -386,11 +386,7 @@ class CallQueue:
         self.plans.clear()
 
     def call(self, task: Task) -> SparseVector:
-        """Make a call after the calls in the queue, and return its result.
-
-        Raises:
-            InvalidInputError: the same thread is making another call.
-        """
+        """Make a call after the calls in the queue, and return its result. Refused within a call of this thread."""
         self._check_process()
         if self._handles or not self._calling.acquire(False):
             return self._call_in_turn(task)

@@ -142,13 +142,10 @@ class Format:
     def read(
         self, path: Path, checkpoint: CheckpointId, rank: int, *, arrays: bool = True
     ) -> tuple[str, dict[str, Any]]:
-        """Return the save ID and the states of a file, after checking that the file is undamaged.
+        """Return the save ID and the states of a file, in which arrays may be missing without ``arrays``.
 
-        Without ``arrays``, arrays may be missing in the states.
-
-        Raises:
-            InvalidInputError: the file is damaged, or belongs to another checkpoint or rank; the message names it.
-            FileNotFoundError: the file does not exist.
+        Raise `InvalidInputError` if the file is damaged, or belongs to another checkpoint or rank; and
+        `FileNotFoundError` if it does not exist.
         """
         try:
             key = _key(path, checkpoint, rank)

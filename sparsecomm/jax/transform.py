@@ -115,9 +115,8 @@ def training_step(
 ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
     """Average gradients over all ranks. If one rank's are not ``finite``, it sends NaN, so that all skip the step.
 
-    Returns:
-        The means; the residuals after the step; the residuals if the step is skipped, which hold this rank's gradients
-        except where sums have overflowed; and whether the means are finite, the same on all ranks.
+    Return the means; the residuals after the step; the residuals if the step is skipped, which hold this rank's
+    gradients except where sums have overflowed; and whether the means are finite, the same on all ranks.
     """
     means, after = exchange(jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), grads))
 

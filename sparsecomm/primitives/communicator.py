@@ -65,13 +65,11 @@ class Communicator:
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
         """Begin the next call, which `Transport.end` or `Transport.abort` must end, also after a `TransportError`.
 
+        It raises the errors of `Transport.begin`.
+
         Args:
             label: a checksum that must be equal on all ranks.
             incomplete: this rank's contribution lacks a part. The property `incomplete` then becomes true on all ranks.
-
-        Raises:
-            InvalidInputError: the call cannot be made; it has not begun.
-            TransportError: another rank has already left this call.
         """
         messages, transport = self._messages, self._transport
         self._memory = self.backend.memory(transport.device_memory)

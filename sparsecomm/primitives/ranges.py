@@ -53,9 +53,8 @@ def scatter(
 ) -> tuple[list[SparseVector], list[int]]:
     """Send each entry to its owner. Takes one trip; one more if ranges differ, and one more if ranges are made first.
 
-    Returns:
-        The entries of all ranks in this rank's range, ordered by rank; and the key of each rank's entry at position
-        ``number`` in the order of selection, or 0.
+    Return the entries of all ranks in this rank's range, ordered by rank; and the key of each rank's entry at position
+    ``number`` in the order of selection, or 0.
     """
     nothing, owners = own.part(0, 0), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]

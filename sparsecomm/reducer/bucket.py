@@ -112,12 +112,9 @@ class Bucket:
 
     @default_float_mode
     def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
-        """Add ``scale`` times a gradient to the residual.
+        """Add ``scale`` times a gradient to the residual; ``None``: this rank has none, and nothing changes.
 
-        Args:
-            spec: the tensor's spec.
-            gradient: ``None``: this rank has no gradient. The residual and the velocity do not change.
-            add: adds a value computed from the gradient instead. Not with momentum or clipping.
+        ``add`` adds a value computed from the gradient instead. Not with momentum or clipping.
         """
         name = spec.name
         if gradient is not None:

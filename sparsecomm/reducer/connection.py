@@ -35,9 +35,8 @@ def layout(
     "tensor", and share one with "model"; with "bucket" and "chunk" a bucket is complete when it holds
     ``bucket_bytes``. Tensors of different devices or accumulator dtypes never share a bucket.
 
-    Returns:
-        For each bucket, positions in ``tensors`` and whether it is dense, in the order in which buckets become
-        complete if gradients become ready in the order of ``tensors``. Dense buckets come last.
+    Return for each bucket positions in ``tensors`` and whether it is dense, in the order in which buckets become
+    complete if gradients become ready in the order of ``tensors``. Dense buckets come last.
     """
     buckets: list[tuple[list[int], bool]] = []
     open_buckets: dict[tuple[Device, DType, bool], list[int]] = {}

@@ -113,13 +113,9 @@ def measured_costs(costs: Mapping[str, Any] | None) -> KnownCosts | None:
 def read_arrays(
     arrays: Any, specs: Mapping[str, TensorSpec], key: str, advice: str, copy: bool = True
 ) -> dict[str, Array]:
-    """Return the arrays of a state as flat arrays of the accumulator dtype, by name.
+    """Return the arrays that a state has under ``key`` as flat arrays of the accumulator dtype, by name.
 
-    Args:
-        arrays: the arrays by name, as the state contains them under ``key``.
-        specs: the expected tensors by name.
-        key, copy: see `as_float`.
-        advice: how to get the expected names, for the error.
+    ``specs``: the expected tensors. ``advice``: how to get the expected names, for the error. See `as_float`.
     """
     with reading(key, "arrays by name"):
         missing, unexpected = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())

@@ -165,8 +165,7 @@ class OpenStep:
     def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
         """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
 
-        Returns:
-            The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
+        Return the exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
         """
         ended = [(error_of(handle), call) for handle, call in self._calls]
         failed_first = sorted(ended, key=lambda item: item[1].succeeded)  # a call may succeed and raise, too

@@ -140,11 +140,7 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the bytes may be reused. A second wait returns immediately.
-
-        Raises:
-            TimeoutError, RankFailedError, TransportError, CollectiveMismatchError: as `Transport.receive`.
-        """
+        """Wait until the bytes may be reused. A second wait returns immediately. Raises as `Transport.receive`."""
 
 
 class Transport(ABC):
@@ -207,9 +203,7 @@ class Transport(ABC):
         """Vote that this rank has completed the current call. If this returns, the call counts on this rank.
 
         If MPI survives dead ranks, wait for all votes: the call counts on all ranks or on none. Otherwise do nothing.
-
-        Raises:
-            TransportError, CollectiveMismatchError: the call counts on no rank. `abort` must follow.
+        After a `TransportError` or `CollectiveMismatchError` the call counts on no rank, and `abort` must follow.
         """
 
     @property
@@ -232,13 +226,8 @@ class Transport(ABC):
     def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
         """Exchange the contents of the current call with ``peer``, whose call differs, before `abort`.
 
-        Signal handlers wait until it returns.
-
-        Returns:
-            The peer's contents, perhaps damaged; ``None`` if they do not arrive within a few seconds.
-
-        Raises:
-            CollectiveMismatchError, TransportError: meanwhile a rank has left the call.
+        Signal handlers wait until it returns the peer's contents, perhaps damaged, or ``None`` if they do not arrive
+        within a few seconds. Raises `CollectiveMismatchError` or `TransportError` if meanwhile a rank leaves the call.
         """
         return None
 
@@ -324,13 +313,8 @@ class Transport(ABC):
     def broadcast(self, data: Bytes, root: int) -> None:
         """Copy ``data`` of rank ``root`` to all ranks, in place. Collective; must be called between calls.
 
-        Args:
-            data: contiguous bytes in host memory, of the same length on all ranks.
-            root: a rank.
-
-        Raises:
-            TimeoutError: no data arrived for `timeout` seconds. ``data`` may still be overwritten.
-            RankFailedError, TransportError: a rank died, or the underlying library failed.
+        ``data``: contiguous bytes in host memory, of the same length on all ranks. After a `TimeoutError` it may still
+        be overwritten. Other errors: as `receive`.
         """
         if self.rank == root:
             for request in [self.isend(data, to) for to in range(self.size) if to != root]:

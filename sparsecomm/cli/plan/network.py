@@ -126,8 +126,7 @@ class Measured:
 def measure(transport: Transport, comm: World, seconds: float) -> Measured:
     """Measure the links between nodes, or between ranks if there is one node. Collective.
 
-    Args:
-        seconds: approximate duration of the messages, and of each of six groups of streams.
+    ``seconds``: approximate duration of the messages, and of each of six groups of streams.
     """
     nodes = list(transport.node_of_rank)
     members = list(dict.fromkeys(nodes.index(node) for node in nodes)) if transport.num_nodes > 1 else range(len(nodes))
@@ -142,11 +141,8 @@ def measure(transport: Transport, comm: World, seconds: float) -> Measured:
 def addresses(comm: World, members: Sequence[int]) -> tuple[list[str | None], list[str], list[str]]:
     """Find the addresses over which ``members`` communicate, from the TCP connections of their processes.
 
-    Collective, after messages between all members.
-
-    Returns:
-        The address of each rank, or ``None`` if it has no connection to other members; all addresses with the names of
-        their interfaces; and warnings.
+    Collective, after messages between all members. Return the address of each rank, or ``None`` if it has no connection
+    to other members; all addresses with the names of their interfaces; and warnings.
     """
     every = comm.allgather((_connections(), _interfaces()))
     by_rank: list[str | None] = []

@@ -82,11 +82,9 @@ class Scheduler:
         self._ready: list[tuple[float, int]] = []  # a heap of (earliest time to run, rank)
 
     def run(self, task: Callable[[int], None], starts: Sequence[float], break_deadlock: Callable[[], None]) -> None:
-        """Run ``task(rank)``, which must not raise, for every rank until all have returned.
+        """Run ``task(rank)``, which must not raise, for every rank from ``starts[rank]`` on, until all have returned.
 
-        Args:
-            starts: start time of each rank.
-            break_deadlock: called when all ranks that have not returned sleep; must wake at least one.
+        ``break_deadlock`` is called when all ranks that have not returned sleep; it must wake at least one.
         """
         greenlets = [self._greenlet(task, parent=self._hub) for _ in starts]
         self._ready = [(time, rank) for rank, time in enumerate(starts)]
