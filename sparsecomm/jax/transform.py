@@ -86,7 +86,8 @@ def sparsify(
 
     def init(params: PyTree) -> SparsifyState:
         residuals = init_residuals(params)
-        check_wire(record, residuals)
+        for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
+            record.check(dtype)
         return SparsifyState(jnp.zeros((), jnp.int32), residuals)
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
@@ -150,12 +151,6 @@ def all_finite(tree: PyTree) -> jax.Array:
 def select(condition: Any, chosen: PyTree, other: PyTree) -> PyTree:
     """Return one of two trees of the same structure."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
-
-
-def check_wire(options: Options, residuals: PyTree) -> None:
-    """Check that the wire format supports sums of these types."""
-    for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
-        options.check(dtype)
 
 
 def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int | None, *, comm: Comm) -> None:

@@ -143,13 +143,9 @@ class Communicator:
         """Whether small messages go to all ranks at once instead of being forwarded: see `Costs.direct_is_faster`."""
         return self._costs.direct_is_faster(self.size, len(set(self.node_of_rank)))
 
-    @cached_property
-    def _latency_entries(self) -> float:
-        return self._costs.latency_entries
-
     def is_latency_bound(self, entries: int) -> bool:
         """Return whether the bytes of ``entries`` entries take less time than the latency of a trip."""
-        return entries < self._latency_entries
+        return entries < self._costs.latency_entries
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

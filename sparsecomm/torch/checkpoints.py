@@ -76,7 +76,7 @@ class TorchFormat(Format):
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
         trial = io.BytesIO()
         try:  # test whether the types can be loaded again; the elements of tensors are left out
-            torch.save(mapped(value, torch.Tensor, _drop_elements), trial)
+            torch.save(mapped(value, torch.Tensor, lambda t: t.new_empty(0) if type(t) is torch.Tensor else t), trial)
             torch.load(io.BytesIO(trial.getbuffer()), weights_only=True)
         except pickle.UnpicklingError as error:
             unknown = re.search(r"GLOBAL (\S+)", str(error))
@@ -123,10 +123,6 @@ class _PolledFile:
 
     def flush(self) -> None:
         """Do nothing; the owner of the file flushes it."""
-
-
-def _drop_elements(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty(0) if type(tensor) is torch.Tensor else tensor
 
 
 def _refuse_sharded(tensor: torch.Tensor) -> torch.Tensor:

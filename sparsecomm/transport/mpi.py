@@ -85,20 +85,16 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     def _prepare_call(self) -> None:
         self.tag = 1 + self.number % _NUM_TAGS
         self._receive_control(0.0)
-        if self._abandoned:
-            self._discard_abandoned()
+        # Discard the data of abandoned calls. Forget calls whose tags will soon be used again.
+        self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
+        for number in self._abandoned:
+            self.discard(1 + number % _NUM_TAGS)
         self.reap()
         super()._prepare_call()
 
     def _abandon(self, number: int) -> None:
         self._clean = False
         self._abandoned.append(number)
-
-    def _discard_abandoned(self) -> None:
-        """Receive and discard the data of abandoned calls. Forget calls whose tags will soon be used again."""
-        self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
-        for number in self._abandoned:
-            self.discard(1 + number % _NUM_TAGS)
 
     def _continue_after(self, number: int) -> None:
         for skipped in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):

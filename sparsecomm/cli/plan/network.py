@@ -144,7 +144,8 @@ def addresses(comm: World, members: Sequence[int]) -> tuple[list[str | None], li
     Collective, after messages between all members. Return the address of each rank, or ``None`` if it has no connection
     to other members; all addresses with the names of their interfaces; and warnings.
     """
-    every = comm.allgather((_connections(), _interfaces()))
+    own = {name: found for _, name in socket.if_nameindex() if (found := ipv4_address(name)) is not None}
+    every = comm.allgather((_connections(), own))  # `own`: addresses by name of the interface
     by_rank: list[str | None] = []
     interfaces: list[str] = []
     problems = []
@@ -184,12 +185,6 @@ def _connections() -> list[tuple[Address, Address]]:
 def _address(name: Any) -> Address:
     host, port = name[:2]
     return host.removeprefix("::ffff:"), port  # an IPv4 address in IPv6 notation
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each network interface, by the interface's name."""
-    names = [name for _, name in socket.if_nameindex()]
-    return {name: address for name in names if (address := ipv4_address(name)) is not None}
 
 
 # -- streams of TCP ---------------------------------------------------------------------------------------------------

@@ -173,7 +173,8 @@ class World:
                 t.compute(t.timeout)
                 t.wake()
             return
-        for_finished = [(t, source) for t, source in stuck if not self.ranks[source]._sleeps]
+        sleeping = {t.rank for t in self.ranks if t._source is not None or t._listening}
+        for_finished = [(t, source) for t, source in stuck if source not in sleeping]
         for t, source in for_finished or stuck:
             state = f"rank {source} has finished" if for_finished else ""
             t._wake_if_raises(partial(t._time_out, source, state))
@@ -313,10 +314,6 @@ class SimulatedTransport(FailureDetector):
         """End this rank's wait, at time ``seconds`` or at its clock, whichever is later."""
         self._source, self._listening = None, False
         self._world.scheduler.wake(self.rank, max(self.seconds, seconds))
-
-    @property
-    def _sleeps(self) -> bool:
-        return self._source is not None or self._listening
 
     def _wake_if_raises(self, check: Callable[[], None]) -> bool:
         """Call ``check``. If it raises, make this rank's wait raise the same error, and return true."""
