@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -99,35 +98,21 @@ def sparsify(
             check_parameters({"params": params}, state.step, every, comm=comm)
         grads, *_ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
 
-        def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
-            return tree_step(sent, schedule, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)
+        finite = all_finite(grads)  # otherwise this rank sends NaN, so that all ranks skip the step
+        sent = jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), updates)
+        old, step = state.residuals, state.step
+        means, new = tree_step(sent, schedule, old, scope, dense_below, record, step, chunk, comm, training=True)
 
-        finite = all_finite(grads)
-        means, residuals, after_skip, usable = training_step(updates, finite, state.residuals, exchange, comm)
-        return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(
-            state.step + usable, select(usable, residuals, after_skip)
-        )
+        def after_skip(g: jax.Array, old: jax.Array, mean: jax.Array) -> jax.Array:
+            kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
+            return jnp.where(jnp.isinf(mean), 0, kept)  # an infinite sum has overflowed
+
+        usable = all_finite(means)  # the same on all ranks
+        _warn_unless(usable, updates, comm)
+        residuals = select(usable, new, jax.tree.map(after_skip, updates, old, means))
+        return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(step + usable, residuals)
 
     return optax.GradientTransformation(init, update)
-
-
-def training_step(
-    grads: PyTree, finite: jax.Array, residuals: PyTree, exchange: Callable[[PyTree], tuple[PyTree, PyTree]], comm: Comm
-) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-    """Average gradients over all ranks. If one rank's are not ``finite``, it sends NaN, so that all skip the step.
-
-    Return the means; the residuals after the step; the residuals if the step is skipped, which hold this rank's
-    gradients except where sums have overflowed; and whether the means are finite, the same on all ranks.
-    """
-    means, after = exchange(jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), grads))
-
-    def skipped(g: jax.Array, old: jax.Array, mean: jax.Array) -> jax.Array:
-        kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
-        return jnp.where(jnp.isinf(mean), 0, kept)  # an infinite sum has overflowed
-
-    usable = all_finite(means)
-    _warn_unless(usable, grads, comm)
-    return means, after, jax.tree.map(skipped, grads, residuals, means), usable
 
 
 def _warn_unless(usable: jax.Array, grads: PyTree, comm: Comm) -> None:

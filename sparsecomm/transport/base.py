@@ -283,10 +283,7 @@ class Transport(ABC):
 
     def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         """Send ``data`` to rank ``to`` while receiving from rank ``source``; return the received message."""
-        request = self.isend(data, to, memory)
-        message = self.receive(source, memory, expected)
-        request.wait()
-        return message
+        return self.exchange_all([(to, data)], [source], memory, expected)[0]
 
     def exchange_all(
         self,

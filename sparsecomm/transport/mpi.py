@@ -213,7 +213,14 @@ class _Setup:
             if self._error is not None:
                 raise self._error
             try:
-                done = [request.Test() for request in self._started(comm)]  # test all: each test lets MPI progress
+                # Start the all-gather first. A duplication takes tags of `comm` whenever a thread lets MPI progress
+                # (open-mpi/ompi#2025), so an all-gather after it could have different tags on different ranks.
+                if not self._requests:
+                    self._requests.append(comm.Iallgather([self._own_record, MPI.BYTE], [self._records, MPI.BYTE]))
+                if self._private is None:
+                    self._private, request = comm.Idup()
+                    self._requests.append(request)
+                done = [request.Test() for request in self._requests]  # test all: each test lets MPI progress
             except MPI.Exception as error:
                 self._error = error
                 raise
@@ -225,19 +232,6 @@ class _Setup:
                 self.transport = cls(self._private, tokens[0][:-1], limit, job.number_nodes(node_ids))
                 _kept_alive.remove(self)
             return self.transport is not None
-
-    def _started(self, comm: MPI.Intracomm) -> list[MPI.Request]:
-        """Start the operations that have not been started; return all requests.
-
-        Start the all-gather first. A duplication takes tags of ``comm`` whenever a thread lets Open MPI progress
-        (open-mpi/ompi#2025), so an all-gather after it could have different tags on different ranks.
-        """
-        if not self._requests:
-            self._requests.append(comm.Iallgather([self._own_record, MPI.BYTE], [self._records, MPI.BYTE]))
-        if self._private is None:
-            self._private, request = comm.Idup()
-            self._requests.append(request)
-        return self._requests
 
 
 def _all_true(value: bool, comm: MPI.Comm) -> bool:
