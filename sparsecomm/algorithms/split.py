@@ -110,7 +110,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
         if bounds is None:
             own: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, _quantile_numbers(sums.nnz, kept, comm.size)))
         else:
-            own = _candidates(comm, dropped, sums, counts, bounds, own_mark, load)
+            own = _candidates(comm, dropped, sums, counts, bounds, load)
         parcels = exchange_with_all(
             comm, own, num_vectors, round_no, 2 * kept // owners, owners, or_none=True, ranges=ranges
         )
@@ -139,13 +139,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
 
 
 def _candidates(
-    comm: Communicator,
-    dropped: Dropped,
-    sums: SparseVector,
-    counts: SparseVector | None,
-    bounds: Bounds,
-    own_mark: int,
-    load: int,
+    comm: Communicator, dropped: Dropped, sums: SparseVector, counts: SparseVector | None, bounds: Bounds, load: int
 ) -> Parcel:
     """Return this rank's sums that may win, and words: the mark, its load, and whether it has other sums.
 
@@ -153,7 +147,7 @@ def _candidates(
     more words follow: for each vector the number of sums that rounded to zero, and the keys of the second vector.
     """
     sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.sends_exact_sums else bounds.high)
-    words = [own_mark, load, int(sure.nnz + near.nnz < sums.nnz)]
+    words = [bounds.mark(comm.number), load, int(sure.nnz + near.nnz < sums.nnz)]
     if comm.sends_exact_sums:
         return (near,), words
     sent = [comm.averaged(each, counts, dropped) for each in (sure, near)]

@@ -281,17 +281,14 @@ def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
 
 
 class WordsGather(Call):
-    """Gives all ranks the words of all ranks, in order of rank.
-
-    Attributes:
-        words: ints from 0 to 2^64 - 1, the same number of them on all ranks. The call replaces them by the result.
-    """
+    """Gives all ranks the words of all ranks, in order of rank."""
 
     name = "words of all ranks"  # in the call signature
 
     def __init__(self, transport: Transport, words: list[int], label: Label) -> None:
         super().__init__(transport)
-        self.words, self.label = words, label
+        self.words = words  # ints from 0 to 2^64 - 1, equally many on all ranks. The call replaces them by the result
+        self.label = label
         plans, key = queue_of(transport).plans, (self.name, len(words))
         comm = plans.find(key)
         if comm is None:

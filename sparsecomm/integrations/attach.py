@@ -127,11 +127,7 @@ def _modified(path: Path) -> int:
 
 
 def attach(
-    model: object,
-    optimizers: Iterable[object],
-    density: Any,
-    options: Mapping[str, Any],
-    before: Attached | None = None,
+    model: object, optimizers: Iterable[Any], density: Any, options: Mapping[str, Any], before: Attached | None = None
 ) -> Attached:
     """Exchange a model's gradients sparsely: with `SparseAdamW` by the optimizers, otherwise by a hook of DDP.
 

@@ -40,13 +40,6 @@ class Communicator:
 
     Like `Transport.receive`, all methods raise `TimeoutError`, `RankFailedError` or `TransportError` if a rank does not
     answer, and `CollectiveMismatchError` if it makes another call or sends an unexpected message.
-
-    Attributes:
-        rank, size: as in MPI.
-        node_of_rank: node number of each rank.
-        backend: of the device of this rank's gradient.
-        cache: data that the algorithm keeps from call to call. It may differ between ranks after a call that failed on
-            some of them, so algorithms compare it in the next call.
     """
 
     def __init__(
@@ -57,8 +50,11 @@ class Communicator:
         ``costs`` must be equal on all ranks; ``None``: a network with long delays.
         """
         self._costs = costs or _LONG_DELAYS
+        # Data that the algorithm keeps from call to call. It may differ between ranks after a call that failed on some
+        # of them, so algorithms compare it in the next call.
         self.cache: dict[str, Any] = {}
-        self._transport, self._messages, self.backend = transport, messages, backend
+        self.backend = backend  # of the device of this rank's gradient
+        self._transport, self._messages = transport, messages
         self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
@@ -345,10 +341,10 @@ def gather_parcels(
 
     ``ranges``: as in `gather`, for all vectors of a parcel.
     """
-    vectors, num_senders = own[0], None if ranges is None else len(ranges)
-    exchange = exchange_with_all if comm.sends_directly else _bruck
-    count = max((vector.nnz for vector in vectors), default=0)
-    return exchange(comm, own, len(vectors), round_no, count, num_senders, ranges=ranges)
+    count, num_senders = max((vector.nnz for vector in own[0]), default=0), comm.size if ranges is None else len(ranges)
+    if comm.sends_directly:
+        return exchange_with_all(comm, own, len(own[0]), round_no, count, num_senders, ranges=ranges)
+    return _bruck(comm, own, round_no, count, num_senders, ranges)
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
@@ -401,14 +397,7 @@ def exchange_with_all(
 
 
 def _bruck(
-    comm: Communicator,
-    own: Parcel,
-    num_vectors: int,
-    round_no: int,
-    count: int = 0,
-    num_senders: int | None = None,
-    *,
-    ranges: Sequence[Range] | None = None,
+    comm: Communicator, own: Parcel, round_no: int, count: int, num_senders: int, ranges: Sequence[Range] | None
 ) -> list[Parcel]:
     """Return the same as `exchange_with_all`, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
 
@@ -420,8 +409,7 @@ def _bruck(
         step 1     0123   1234   2345   3456   4560   5601   6012    from rank + 2
         step 2     all: the three parcels missing, from rank + 4
     """
-    rank, size, num_words = comm.rank, comm.size, len(own[1])
-    num_senders = size if num_senders is None else num_senders
+    rank, size, num_vectors, num_words = comm.rank, comm.size, len(own[0]), len(own[1])
 
     def senders_among(first: int, length: int) -> list[int]:
         return [sender % size for sender in range(first, first + length) if sender % size < num_senders]

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsecomm import transport
@@ -307,7 +307,7 @@ class Reducer:
             step.warn()
             if self._on_step is not None:
                 numbers = self.counters.since(self._logged)
-                self._logged = self.counters.copy()
+                self._logged = replace(self.counters)
                 with Opened():
                     self._on_step(outcome.number, numbers)
             return outcome

@@ -110,24 +110,15 @@ class TrafficCounters:
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """The traffic with one peer since the transport was made.
+    """The traffic with one peer since the transport was made."""
 
-    Attributes:
-        rank: the peer.
-        bytes_sent, bytes_received: over process groups, including framing.
-        seconds: time with queued or unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer.
-        round_trip: shortest round trip observed, in seconds; 0 if unknown, as over MPI.
-        retransmits: number of retransmitted TCP segments; 0 over MPI.
-        connections: number of TCP connections to the peer; 0 if unknown, as over MPI.
-    """
-
-    rank: int
-    bytes_sent: int
+    rank: int  # the peer
+    bytes_sent: int  # over process groups, including framing
     bytes_received: int
-    seconds: float
-    round_trip: float = 0.0
-    retransmits: int = 0
-    connections: int = 0
+    seconds: float  # with queued or unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer
+    round_trip: float = 0.0  # the shortest observed, in seconds; 0 if unknown, as over MPI
+    retransmits: int = 0  # TCP segments; 0 over MPI
+    connections: int = 0  # of TCP; 0 if unknown, as over MPI
 
     @property
     def rate(self) -> float:

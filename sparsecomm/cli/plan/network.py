@@ -253,7 +253,10 @@ def _streams(
         server = None
         if rank in pairs.values():
             try:
-                server = sockets.enter_context(_listening(str(addresses[rank]), count))
+                own = str(addresses[rank])
+                family = socket.AF_INET6 if ":" in own else socket.AF_INET
+                server = sockets.enter_context(socket.create_server((own, 0), family=family, backlog=count))
+                server.settimeout(2 * _CONNECT)
                 port = server.getsockname()[1]
             except OSError as error:
                 problem = f"rank {rank} cannot listen on {addresses[rank]}: {error}"
@@ -277,13 +280,6 @@ def _streams(
         if rank in pairs:
             return _send_until(connections, end)
         return Report(_receive_until(connections, end - seconds / 2, end)) if connections else Report()
-
-
-def _listening(address: str, count: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    server = socket.create_server((address, 0), family=family, backlog=count)
-    server.settimeout(2 * _CONNECT)
-    return server
 
 
 def _receive_until(connections: Sequence[socket.socket], begin: float, end: float) -> float:
