@@ -15,7 +15,6 @@ exception.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -25,14 +24,13 @@ from typing import Any, NamedTuple, TypeVar
 from sparsecomm.checkpoints import lock
 from sparsecomm.checkpoints.files import MAX_RUN, SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
 from sparsecomm.checks import quote, to_int
-from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.errors import InvalidInputError, SparseCommError, log
 from sparsecomm.signals import deferred
 from sparsecomm.states import loading
 from sparsecomm.states.loading import InterruptedElsewhereError, Interrupts, Prepared, Undo
 from sparsecomm.transport import Comm, transport_of
 
 T = TypeVar("T")
-_log = logging.getLogger("sparsecomm")
 
 
 class Checkpoint(NamedTuple):
@@ -208,7 +206,7 @@ class CheckpointFolder:
         try:
             self._read_all(checkpoint, self._form.verify)
         except InvalidInputError as error:
-            _log.warning("the checkpoint of %s cannot be read: %s", checkpoint, error)
+            log.warning("the checkpoint of %s cannot be read: %s", checkpoint, error)
             return False
         except SparseCommError:
             raise
@@ -230,7 +228,7 @@ class CheckpointFolder:
             except InterruptedElsewhereError:
                 raise
             except InvalidInputError as error:
-                _log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
+                log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
                 refused = refused or error
                 continue
             return Checkpoint(checkpoint.step, self._adopt(checkpoint, objects, states), checkpoint.size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,8 +10,8 @@ import numpy as np
 
 from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.checks import with_options
-from sparsecomm.errors import InvalidInputError, pip_install
+from sparsecomm.checks import Unpack, with_options
+from sparsecomm.errors import InvalidInputError, log, pip_install
 from sparsecomm.jax.exchange import Density, call_if
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY, with_dense_steps
@@ -23,9 +22,6 @@ from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    from typing_extensions import Unpack
-
-_log = logging.getLogger("sparsecomm")
 
 
 class SparsifyState(NamedTuple):
@@ -122,7 +118,7 @@ def _warn_unless(usable: jax.Array, grads: PyTree, comm: Comm) -> None:
     def host(*arrays: Array) -> list[Array]:
         pairs = zip(leaves, arrays, strict=True)
         here = (jax.tree_util.keystr(path) for (path, _), array in pairs if not np.isfinite(array).all())
-        _log.warning("%s; all ranks skip the step", cause_of(transport_of(comm).rank, next(here, None)))
+        log.warning("%s; all ranks skip the step", cause_of(transport_of(comm).rank, next(here, None)))
         return []
 
     call_if(~usable, host, *(leaf for _, leaf in leaves))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,12 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum, auto
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 from sparsecomm import transport
 from sparsecomm.calls.label import Label
-from sparsecomm.checks import quote, to_bool, to_float, with_options
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
+from sparsecomm.checks import Unpack, quote, to_bool, to_float, with_options
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, log
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange, GlobalParameters, Outcome, Rules
@@ -32,11 +30,6 @@ from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-_log = logging.getLogger("sparsecomm")
 
 
 class Phase(Enum):
@@ -366,7 +359,7 @@ class LocalSteps:
                     "contributes only from its residual"
                 )
                 seconds = self._timer.clock() - (self._timer.started or 0.0)
-                _log.warning(text, self._connect().rank, event.fragment, event.round, seconds)
+                log.warning(text, self._connect().rank, event.fragment, event.round, seconds)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

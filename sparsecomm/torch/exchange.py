@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
 from sparsecomm.calls.label import Label, Pairs, by_name
-from sparsecomm.checks import check_options, to_float, with_options
+from sparsecomm.checks import Unpack, check_options, to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import STATE_FIELDS
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -33,9 +33,6 @@ from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, buffers_of, gradient_of, local, overlaps
 from sparsecomm.transport import Comm, transport_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
