@@ -63,7 +63,7 @@ def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurem
     """
     if costs_matter(transport, options):
         return costs_of(transport, measurement)
-    return None if options.decided else _known(transport) or profile.ASSUMED
+    return None if options.wire != "auto" else _known(transport) or profile.ASSUMED
 
 
 def measurement_needed(transport: Transport, options: Options | None = None) -> LinkMeasurement | None:

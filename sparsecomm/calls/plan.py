@@ -73,11 +73,6 @@ class Options:
             )
 
     @property
-    def decided(self) -> bool:
-        """Whether the options fix both the algorithm and the wire format. The call then needs no costs."""
-        return self.wire != "auto" and not self.chooses_algorithm
-
-    @property
     def chooses_algorithm(self) -> bool:
         """Whether costs decide which algorithm is used."""
         return find(self.algorithm) is None
