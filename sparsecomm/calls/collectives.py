@@ -18,7 +18,7 @@ from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_of, 
 from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.plan import Options, Plan
-from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
+from sparsecomm.calls.queue import FAILED, NO_ENTRIES, Call, CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.primitives.communicator import Communicator, gather_words
@@ -268,8 +268,8 @@ def prepare(*arguments: Any, background: bool) -> tuple[CallQueue, SumCall]:
     except BaseException as error:
         if measurement is not None and measurement.must_roll_back:
             _roll_back(t, r, factor)  # `last_call` reports a call that has begun and failed
-        if measurement is None or not measurement.failed:  # otherwise the other ranks know
-            note_skipped(comm, error)
+        if measurement is None or not measurement.must_roll_back or measurement.state is not FAILED:
+            note_skipped(comm, error)  # otherwise the other ranks know
         raise
 
 

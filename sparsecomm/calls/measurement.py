@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import Options
-from sparsecomm.calls.queue import FAILED, NO_ENTRIES, Call, Handle, queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, queue_of
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -24,7 +24,7 @@ def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -
 
     If the costs are unknown, this function measures them, after the calls in the queue. It is then collective, and
     raises the errors of a call. ``measurement``: the result of `measurement_needed`. Pass it to check
-    ``must_roll_back`` and ``failed`` after an error.
+    ``must_roll_back`` and ``state`` after an error.
     """
     measurement = measurement or measurement_needed(transport)
     if measurement is not None:
@@ -118,11 +118,6 @@ class LinkMeasurement(Call):
         self.must_roll_back = False  # the caller, after an error: it has begun, or the transport has failed
         self._probe, self._seconds, self._last_success = Probe(transport), seconds, transport.last_success
         self.comm = self._probe.comm
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed, and the other ranks know."""
-        return self.must_roll_back and self.state is FAILED
 
     def _begin(self) -> None:
         self.comm.begin()

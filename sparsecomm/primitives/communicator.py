@@ -10,7 +10,6 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
 from sparsecomm.tensors.arrays import Array, Bytes
-from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import MessageMemory, Transport
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, Messages, Wire
@@ -90,8 +89,12 @@ class Communicator:
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
         """Set the members: ``ranks`` are numbers in the transport, ``rank`` is this rank's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
-        self._wire, self._stage = wire, stage << _ROUND_BITS
-        self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
+        self._wire, self._stage, call = wire, stage << _ROUND_BITS, self._messages.call
+        self._max_bytes = self._messages.max_bytes(call.k, wire)
+        self.num_elements = call.n  # of the gradient
+        self.kind = wire.kind  # of the values in messages
+        self._averages = OPS[call.op] == MEAN_OF_CONTRIBUTORS
+        self.sends_exact_sums = wire.kind is EXACT and not self._averages  # neither rounded nor divided
 
     # -- properties of the call ---------------------------------------------------------------------------------------
 
@@ -109,25 +112,6 @@ class Communicator:
     def number(self) -> int:
         """The number of the call, the same on all ranks."""
         return self._transport.number
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of the gradient."""
-        return self._messages.call.n
-
-    @property
-    def _averages(self) -> bool:
-        return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
-
-    @property
-    def kind(self) -> ValueKind:
-        """The kind of values that messages contain."""
-        return self._wire.kind
-
-    @property
-    def sends_exact_sums(self) -> bool:
-        """Whether messages contain exact sums: neither rounded nor divided."""
-        return self._wire.kind is EXACT and not self._averages
 
     @property
     def incomplete(self) -> bool:
