@@ -149,7 +149,8 @@ class Format:
         """
         try:
             key = _key(path, checkpoint, rank)
-            with open(path, "rb", opener=_open_without_waiting) as file:
+            # Opening a FIFO would otherwise wait for a writer.
+            with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
                 _check_archive(file)
                 save_id, states = _contents(self.parse(file, path, arrays=arrays), checkpoint.identity(rank))
         except FileNotFoundError:
@@ -167,10 +168,6 @@ class Format:
 def _key(path: Path, checkpoint: CheckpointId, rank: int) -> tuple[int, ...]:
     found = os.stat(path)
     return *checkpoint, rank, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO would otherwise wait for a writer
 
 
 def _check_archive(file: BinaryIO) -> None:
