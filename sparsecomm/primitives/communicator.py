@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 from sparsecomm.backends.base import Backend
@@ -91,6 +90,8 @@ class Communicator:
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
         self._wire, self._stage, call = wire, stage << _ROUND_BITS, self._messages.call
         self._max_bytes = self._messages.max_bytes(call.k, wire)
+        # Whether small messages go to all ranks at once instead of being forwarded.
+        self.sends_directly = self._costs.direct_is_faster(self.size, len(set(node_of_rank)))
         self.num_elements = call.n  # of the gradient
         self.kind = wire.kind  # of the values in messages
         self._averages = OPS[call.op] == MEAN_OF_CONTRIBUTORS
@@ -117,11 +118,6 @@ class Communicator:
     def incomplete(self) -> bool:
         """Whether a rank's contribution lacks a part. Equal on all ranks when the algorithm has returned."""
         return self._messages.incomplete
-
-    @cached_property
-    def sends_directly(self) -> bool:
-        """Whether small messages go to all ranks at once instead of being forwarded: see `Costs.direct_is_faster`."""
-        return self._costs.direct_is_faster(self.size, len(set(self.node_of_rank)))
 
     def is_latency_bound(self, entries: int) -> bool:
         """Return whether the bytes of ``entries`` entries take less time than the latency of a trip."""
