@@ -8,11 +8,16 @@ import numbers
 import operator
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from sparsecomm.errors import InvalidInputError, did_you_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
+else:
+    Unpack = Any  # only type checkers read ``**options: Unpack[...]``
 
 # Errors that an operation on an unsuitable object raises. Signal handlers may raise other ones, which must propagate.
 ARGUMENT_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)

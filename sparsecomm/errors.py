@@ -1,13 +1,16 @@
-"""The exceptions of sparsecomm, and texts for their messages."""
+"""The exceptions of sparsecomm, texts for their messages, and the logger of all modules."""
 
 from __future__ import annotations
 
 import builtins
 import difflib
+import logging
 import shlex
 from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
+
+log = logging.getLogger("sparsecomm")
 
 
 class SparseCommError(Exception):

@@ -34,20 +34,12 @@ Combine = Callable[[SparseVector, SparseVector, int, int], SparseVector]
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A rank's role in the fold and in recursive doubling. The names are MPICH's.
+    """A rank's role in the fold and in recursive doubling. The names are MPICH's."""
 
-    Attributes:
-        rem: number of pairs.
-        newrank: this rank's number among the 2^steps ranks that take part; -1 for the even rank of a pair.
-        partner: the other rank of this rank's pair; -1 if it has none. The even rank sends to it, and receives the
-            result.
-        peers: for each step, the rank to exchange with. Its new rank differs in the bit of this step.
-    """
-
-    rem: int
-    newrank: int
-    partner: int
-    peers: tuple[int, ...] = ()
+    rem: int  # number of pairs
+    newrank: int  # this rank's number among the 2^steps ranks that take part; -1 for the even rank of a pair
+    partner: int  # the other rank of its pair, to which the even rank sends, and which returns the result; -1: none
+    peers: tuple[int, ...] = ()  # for each step, the rank to exchange with, whose new rank differs in the step's bit
 
     @classmethod
     @cache

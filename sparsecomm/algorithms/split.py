@@ -64,21 +64,13 @@ _GATHER = 8  # first round number of the gather
 
 
 class Bounds(NamedTuple):
-    """Keys between which the k-th key is expected: see `sparsecomm.backends.keys`.
+    """Keys between which the k-th key is expected: see `sparsecomm.backends.keys`."""
 
-    Attributes:
-        low: sums with at least this key are sent. At least k sums are expected to reach it.
-        high: sums with at least this key are sure to win. At most k sums are expected to reach it.
-        made: number of the call that made the bounds.
-        levels: the key of one selected entry of each rank in that call. Bounds are scaled by their growth.
-        doubt: factor that widens the bounds, because earlier bounds were wrong.
-    """
-
-    low: int
-    high: int
-    made: int
-    levels: list[int]
-    doubt: float = 1.0
+    low: int  # sums with at least this key are sent. At least k sums are expected to reach it
+    high: int  # sums with at least this key are sure to win. At most k sums are expected to reach it
+    made: int  # number of the call that made the bounds
+    levels: list[int]  # the key of one selected entry of each rank in that call. Bounds are scaled by their growth
+    doubt: float = 1.0  # factor that widens the bounds, because earlier bounds were wrong
 
     def mark(self, number: int) -> int:
         """Return the mark by which ranks compare their bounds in call ``number``."""
@@ -86,18 +78,13 @@ class Bounds(NamedTuple):
 
 
 class Winners(NamedTuple):
-    """The first k sums.
+    """The first k sums."""
 
-    Attributes:
-        sums: the winning sums, as received.
-        keys: the keys of three sums by their distance from the k-th, in places: 0 for the k-th sum, positive for a sum
-            above it, negative for a sum below it. Empty if unknown.
-        everything: whether there were at most k sums.
-    """
-
-    sums: SparseVector
+    sums: SparseVector  # the winning sums, as received
+    # The keys of three sums by their distance from the k-th, in places: 0 for the k-th sum, positive for a sum above
+    # it, negative for a sum below it. Empty if unknown.
     keys: dict[int, int]
-    everything: bool
+    everything: bool  # whether there were at most k sums
 
 
 def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) -> SparseVector:
@@ -123,7 +110,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
         if bounds is None:
             own: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, _quantile_numbers(sums.nnz, kept, comm.size)))
         else:
-            own = _candidates(comm, dropped, sums, counts, bounds, own_mark, load)
+            own = _candidates(comm, dropped, sums, counts, bounds, load)
         parcels = exchange_with_all(
             comm, own, num_vectors, round_no, 2 * kept // owners, owners, or_none=True, ranges=ranges
         )
@@ -152,13 +139,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
 
 
 def _candidates(
-    comm: Communicator,
-    dropped: Dropped,
-    sums: SparseVector,
-    counts: SparseVector | None,
-    bounds: Bounds,
-    own_mark: int,
-    load: int,
+    comm: Communicator, dropped: Dropped, sums: SparseVector, counts: SparseVector | None, bounds: Bounds, load: int
 ) -> Parcel:
     """Return this rank's sums that may win, and words: the mark, its load, and whether it has other sums.
 
@@ -166,7 +147,7 @@ def _candidates(
     more words follow: for each vector the number of sums that rounded to zero, and the keys of the second vector.
     """
     sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.sends_exact_sums else bounds.high)
-    words = [own_mark, load, int(sure.nnz + near.nnz < sums.nnz)]
+    words = [bounds.mark(comm.number), load, int(sure.nnz + near.nnz < sums.nnz)]
     if comm.sends_exact_sums:
         return (near,), words
     sent = [comm.averaged(each, counts, dropped) for each in (sure, near)]

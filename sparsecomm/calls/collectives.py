@@ -18,7 +18,7 @@ from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_of, 
 from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.plan import Options, Plan
-from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
+from sparsecomm.calls.queue import FAILED, NO_ENTRIES, Call, CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.primitives.communicator import Communicator, gather_words
@@ -268,8 +268,8 @@ def prepare(*arguments: Any, background: bool) -> tuple[CallQueue, SumCall]:
     except BaseException as error:
         if measurement is not None and measurement.must_roll_back:
             _roll_back(t, r, factor)  # `last_call` reports a call that has begun and failed
-        if measurement is None or not measurement.failed:  # otherwise the other ranks know
-            note_skipped(comm, error)
+        if measurement is None or not measurement.must_roll_back or measurement.state is not FAILED:
+            note_skipped(comm, error)  # otherwise the other ranks know
         raise
 
 
@@ -281,17 +281,14 @@ def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
 
 
 class WordsGather(Call):
-    """Gives all ranks the words of all ranks, in order of rank.
-
-    Attributes:
-        words: ints from 0 to 2^64 - 1, the same number of them on all ranks. The call replaces them by the result.
-    """
+    """Gives all ranks the words of all ranks, in order of rank."""
 
     name = "words of all ranks"  # in the call signature
 
     def __init__(self, transport: Transport, words: list[int], label: Label) -> None:
         super().__init__(transport)
-        self.words, self.label = words, label
+        self.words = words  # ints from 0 to 2^64 - 1, equally many on all ranks. The call replaces them by the result
+        self.label = label
         plans, key = queue_of(transport).plans, (self.name, len(words))
         comm = plans.find(key)
         if comm is None:

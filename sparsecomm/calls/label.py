@@ -19,17 +19,15 @@ _MAX_SHOWN = 100  # characters of a name or a value in an error
 
 
 class Label:
-    """Names and values that all ranks of a call must share.
-
-    Attributes:
-        checksum: the checksum that messages carry; 0 for none.
-        pairs: returns the names and values, the most telling ones first. Called only after a mismatch.
-    """
+    """Names and values that all ranks of a call must share. Messages carry their checksum; 0: none."""
 
     __slots__ = ("checksum", "pairs")
 
     def __init__(self, compared: object, pairs: Callable[[], Pairs]) -> None:
-        """``compared``: plain values whose ``repr`` is equal if the calls match."""
+        """``compared``: plain values whose ``repr`` is equal if the calls match.
+
+        ``pairs`` returns the names and values, the most telling ones first. It is called only after a mismatch.
+        """
         self.checksum, self.pairs = zlib.crc32(repr(compared).encode()) or 1, pairs
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import Options
-from sparsecomm.calls.queue import FAILED, NO_ENTRIES, Call, Handle, queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, queue_of
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -22,15 +22,9 @@ from sparsecomm.tuning.profile import KnownCosts
 def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> KnownCosts:
     """Return the costs for planning calls. They are the same on all ranks.
 
-    If the costs are unknown, this function measures them, after the calls in the queue. It is then collective.
-
-    Args:
-        transport: the ranks.
-        measurement: the result of `measurement_needed`. Pass it to check ``must_roll_back`` and ``failed`` after an
-            error.
-
-    Raises:
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the measurement failed.
+    If the costs are unknown, this function measures them, after the calls in the queue. It is then collective, and
+    raises the errors of a call. ``measurement``: the result of `measurement_needed`. Pass it to check
+    ``must_roll_back`` and ``state`` after an error.
     """
     measurement = measurement or measurement_needed(transport)
     if measurement is not None:
@@ -69,7 +63,7 @@ def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurem
     """
     if costs_matter(transport, options):
         return costs_of(transport, measurement)
-    return None if options.decided else _known(transport) or profile.ASSUMED
+    return None if options.wire != "auto" else _known(transport) or profile.ASSUMED
 
 
 def measurement_needed(transport: Transport, options: Options | None = None) -> LinkMeasurement | None:
@@ -112,13 +106,7 @@ def _known(transport: Transport) -> KnownCosts | None:
 
 
 class LinkMeasurement(Call):
-    """Measures the links between ranks, and stores the costs in the queue. They are the same on all ranks.
-
-    Attributes:
-        must_roll_back: whether the caller must roll back its contribution after an error: the measurement has begun, or
-            the transport has failed.
-        links, costs: the links, and the costs that follow from them; ``None`` before they are measured.
-    """
+    """Measures the links between ranks, and stores the costs in the queue. They are the same on all ranks."""
 
     label = Label.of(("call", "measurement of links, before the first sum"))
 
@@ -126,15 +114,10 @@ class LinkMeasurement(Call):
         """Prepare it; ``seconds`` is the time budget of `sparsecomm.tuning.links.Probe.measure`."""
         super().__init__(transport)
         self.links: Links | None = None
-        self.costs: KnownCosts | None = None
-        self.must_roll_back = False
+        self.costs: KnownCosts | None = None  # that follow from the links
+        self.must_roll_back = False  # the caller, after an error: it has begun, or the transport has failed
         self._probe, self._seconds, self._last_success = Probe(transport), seconds, transport.last_success
         self.comm = self._probe.comm
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed, and the other ranks know."""
-        return self.must_roll_back and self.state is FAILED
 
     def _begin(self) -> None:
         self.comm.begin()

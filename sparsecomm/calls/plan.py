@@ -47,11 +47,9 @@ class Options:
         return cls(name_of(algorithm), op, wire)
 
     def check(self, dtype: str, *, by_chunk: bool = False) -> None:
-        """Raise `InvalidInputError` if an option is unknown, or not supported with the dtype or the selection.
+        """Raise `InvalidInputError` if an option is unknown, or not supported with gradients of type ``dtype``.
 
-        Args:
-            dtype: name of the gradient's element type.
-            by_chunk: whether the ranks select entries by chunk.
+        ``by_chunk``: whether the ranks select entries by chunk, which must then be supported, too.
         """
         find(self.algorithm)
         check_choice("op", self.op, OPS)
@@ -75,11 +73,6 @@ class Options:
             )
 
     @property
-    def decided(self) -> bool:
-        """Whether the options fix both the algorithm and the wire format. The call then needs no costs."""
-        return self.wire != "auto" and not self.chooses_algorithm
-
-    @property
     def chooses_algorithm(self) -> bool:
         """Whether costs decide which algorithm is used."""
         return find(self.algorithm) is None
@@ -95,19 +88,7 @@ class Options:
 
 
 class Plan:
-    """The plan of calls with one signature on one communicator. Only one of them may be in flight at a time.
-
-    Attributes:
-        transport: the transport of the communicator.
-        backend: the backend of the gradient's device.
-        k: number of entries that each rank selects.
-        chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
-        options: the options of the calls.
-        choice: the chosen algorithm and wire format, and their predicted time; ``algorithm`` is the algorithm.
-        costs: the costs that decided it; ``None`` if nothing was left to choose.
-        mean: whether the sum is divided by the number of ranks.
-        comm: the communicator that the algorithm uses.
-    """
+    """The plan of calls with one signature on one communicator. Only one of them may be in flight at a time."""
 
     def __init__(
         self,
@@ -125,10 +106,12 @@ class Plan:
         """Choose the algorithm and the wire format, and prepare messages.
 
         Args:
-            dtype, shape, size: of the gradient.
+            backend, dtype, shape, size: of the gradient.
+            k: number of entries that each rank selects.
             options: checked options.
             costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose.
                 The plan then uses `profile.DEFAULT`, because the ranks may have different profiles.
+            chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
             arrays: two bools: whether the caller passed a residual, and whether it passed ``out``. The ranks compare
                 both and the shape. Pass ``None`` to skip this comparison, if the label of the calls covers it.
         """
@@ -137,6 +120,7 @@ class Plan:
         self.options = options
         accumulator = dtype.accumulator
         assumed = profile.DEFAULT if costs is None else costs.costs
+        # The chosen algorithm and wire format, and their predicted time.
         self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize), assumed)
         self.algorithm, self.mean = best.algorithm, options.op == "mean"
         call = CallSignature(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import logging
 import math
 import os
 from collections import deque
@@ -35,6 +34,7 @@ from sparsecomm.errors import (
     RankFailedError,
     TimeoutError,
     TransportError,
+    log,
     text_of,
 )
 from sparsecomm.primitives.communicator import Communicator
@@ -45,8 +45,6 @@ from sparsecomm.tracing.recorder import observers_of
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 from sparsecomm.tuning.profile import KnownCosts
-
-_log = logging.getLogger("sparsecomm")
 
 NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))  # for calls without a sum
 _MAX_PLANS = 1024  # per communicator: more than a model has tensors; each takes a few KB
@@ -294,7 +292,7 @@ class Handle:
         outcome = getattr(self, "_outcome", None)
         if outcome is not None and outcome[1] is not None and not self._error_seen:
             said = text_of(outcome[1])
-            _log.error("rank %s: a call failed, and no wait() raised its error: %s", self._queue.rank, said)
+            log.error("rank %s: a call failed, and no wait() raised its error: %s", self._queue.rank, said)
 
     def _run(self) -> None:
         """Make or leave the call, and wake the threads that wait for it."""
@@ -386,11 +384,7 @@ class CallQueue:
         self.plans.clear()
 
     def call(self, task: Task) -> SparseVector:
-        """Make a call after the calls in the queue, and return its result.
-
-        Raises:
-            InvalidInputError: the same thread is making another call.
-        """
+        """Make a call after the calls in the queue, and return its result. Refused within a call of this thread."""
         self._check_process()
         if self._handles or not self._calling.acquire(False):
             return self._call_in_turn(task)

@@ -15,7 +15,6 @@ exception.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -25,14 +24,13 @@ from typing import Any, NamedTuple, TypeVar
 from sparsecomm.checkpoints import lock
 from sparsecomm.checkpoints.files import MAX_RUN, SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
 from sparsecomm.checks import quote, to_int
-from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.errors import InvalidInputError, SparseCommError, log
 from sparsecomm.signals import deferred
 from sparsecomm.states import loading
 from sparsecomm.states.loading import InterruptedElsewhereError, Interrupts, Prepared, Undo
 from sparsecomm.transport import Comm, transport_of
 
 T = TypeVar("T")
-_log = logging.getLogger("sparsecomm")
 
 
 class Checkpoint(NamedTuple):
@@ -208,7 +206,7 @@ class CheckpointFolder:
         try:
             self._read_all(checkpoint, self._form.verify)
         except InvalidInputError as error:
-            _log.warning("the checkpoint of %s cannot be read: %s", checkpoint, error)
+            log.warning("the checkpoint of %s cannot be read: %s", checkpoint, error)
             return False
         except SparseCommError:
             raise
@@ -230,7 +228,7 @@ class CheckpointFolder:
             except InterruptedElsewhereError:
                 raise
             except InvalidInputError as error:
-                _log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
+                log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
                 refused = refused or error
                 continue
             return Checkpoint(checkpoint.step, self._adopt(checkpoint, objects, states), checkpoint.size)
@@ -337,23 +335,14 @@ class CheckpointFolder:
 
 
 class _Survey(NamedTuple):
-    """The checkpoints that the ranks see.
+    """The checkpoints that the ranks see."""
 
-    Attributes:
-        complete: the checkpoints for which each rank sees the files that it would load, newest first.
-        last: the newest checkpoint that any rank sees.
-        steps_by_rank: for each rank, the steps of the checkpoints that it sees, newest first.
-        foreign: whether a rank sees checkpoints of another format.
-        job_id: the ID of this job.
-        save_id: a new random ID for a save.
-    """
-
-    complete: list[CheckpointId]
-    last: CheckpointId
-    steps_by_rank: list[list[int]]
-    foreign: bool
-    job_id: str
-    save_id: str
+    complete: list[CheckpointId]  # those for which each rank sees the files that it would load, newest first
+    last: CheckpointId  # the newest checkpoint that any rank sees
+    steps_by_rank: list[list[int]]  # for each rank, the steps of the checkpoints that it sees, newest first
+    foreign: bool  # whether a rank sees checkpoints of another format
+    job_id: str  # the ID of this job
+    save_id: str  # a new random ID for a save
 
 
 def _integer(name: str, value: int, min_value: int) -> int:

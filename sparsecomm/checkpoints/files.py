@@ -29,17 +29,11 @@ _save_ids: dict[tuple[int, ...], str] = {}  # of files that were read, by `_key`
 
 
 class CheckpointId(NamedTuple):
-    """The identity of a checkpoint. IDs order as the checkpoints were saved.
+    """The identity of a checkpoint. IDs order as the checkpoints were saved."""
 
-    Attributes:
-        run: a number that increases when training returns to an earlier step, or starts again in the same folder.
-        step: the step that the user passed to `save`.
-        size: the world size.
-    """
-
-    run: int
-    step: int
-    size: int
+    run: int  # increases when training returns to an earlier step, or starts again in the same folder
+    step: int  # that the user passed to `save`
+    size: int  # the world size
 
     def __str__(self) -> str:
         return f"step {self.step} (world size {self.size})"
@@ -148,17 +142,15 @@ class Format:
     def read(
         self, path: Path, checkpoint: CheckpointId, rank: int, *, arrays: bool = True
     ) -> tuple[str, dict[str, Any]]:
-        """Return the save ID and the states of a file, after checking that the file is undamaged.
+        """Return the save ID and the states of a file, in which arrays may be missing without ``arrays``.
 
-        Without ``arrays``, arrays may be missing in the states.
-
-        Raises:
-            InvalidInputError: the file is damaged, or belongs to another checkpoint or rank; the message names it.
-            FileNotFoundError: the file does not exist.
+        Raise `InvalidInputError` if the file is damaged, or belongs to another checkpoint or rank; and
+        `FileNotFoundError` if it does not exist.
         """
         try:
             key = _key(path, checkpoint, rank)
-            with open(path, "rb", opener=_open_without_waiting) as file:
+            # Opening a FIFO would otherwise wait for a writer.
+            with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
                 _check_archive(file)
                 save_id, states = _contents(self.parse(file, path, arrays=arrays), checkpoint.identity(rank))
         except FileNotFoundError:
@@ -176,10 +168,6 @@ class Format:
 def _key(path: Path, checkpoint: CheckpointId, rank: int) -> tuple[int, ...]:
     found = os.stat(path)
     return *checkpoint, rank, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO would otherwise wait for a writer
 
 
 def _check_archive(file: BinaryIO) -> None:

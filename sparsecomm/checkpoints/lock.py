@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import socket
 import threading
@@ -17,13 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, log
 
 _FILE = ".sparsecomm-job"  # in the folder; its first line is the job ID
 _TIMEOUT = 5.0  # seconds to wait until the processes of an earlier job have ended
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-_log = logging.getLogger("sparsecomm")
 
 
 class _Lock(NamedTuple):
@@ -77,7 +74,7 @@ def _lock(file: int, job_id: str, folder: Path) -> None:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            _log.warning("%s: this file system has no locks; a second job that saves there is not noticed", folder)
+            log.warning("%s: this file system has no locks; a second job that saves there is not noticed", folder)
             return
         if time.monotonic() > deadline:
             holder = "".join(_read(file)[1:2]) or "unknown process"

@@ -71,8 +71,7 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
         yield "MPI", f"cannot be loaded: {type(error).__name__}: {_line(error)}"
     else:
         loaded = MPI
-        name, number = MPI.get_vendor()
-        yield "MPI", f"{name} {'.'.join(map(str, number))}, {MPI.COMM_WORLD.Get_size()} rank(s)"
+        yield "MPI", f"{abi.vendor()}, {MPI.COMM_WORLD.Get_size()} rank(s)"
         yield "MPI library", _line(MPI.Get_library_version())
         yield "MPI file", f"{abi.library() or 'unknown'}"
         if others := [str(file) for file in abi.libraries() if file != abi.library()]:

@@ -97,13 +97,10 @@ def algorithms(text: str) -> tuple[str, ...]:
 
 def wires(text: str) -> tuple[str, ...]:
     """Parse a comma-separated list of wire formats, or "all"."""
-    return tuple(WIRES) if text == "all" else listed(_wire)(text)
-
-
-def _wire(text: str) -> str:
-    if text not in WIRE_NAMES:
-        raise argparse.ArgumentTypeError(f"{text}: expected one of {', '.join(WIRE_NAMES)}")
-    return text
+    names = tuple(WIRES) if text == "all" else listed(str)(text)
+    if unknown := [name for name in names if name not in WIRE_NAMES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: expected one of {', '.join(WIRE_NAMES)}")
+    return names
 
 
 def add_files(parser: argparse.ArgumentParser, content: str) -> None:

@@ -31,9 +31,8 @@ _R = TypeVar("_R")
 def world() -> World:
     """Return a communicator of all ranks of the job. Collective.
 
-    Raises:
-        InvalidInputError: the ranks of the job cannot reach each other.
-        TransportError: there is no MPI, and torchrun did not start this process.
+    Raise `InvalidInputError` if the ranks of the job cannot reach each other, and `TransportError` if there is no MPI,
+    and torchrun did not start this process.
     """
     if [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ:
         return ProcessGroupWorld()
@@ -53,10 +52,9 @@ class Refused(SparseCommError):  # noqa: N818 - the input is wrong, and nothing 
 
 
 def agreed(comm: World, action: Callable[[], _R]) -> _R:
-    """Return ``action()``. If it refuses its input on any rank, rank 0 prints the first error. Collective.
+    """Return ``action()``. If it raises `InvalidInputError` on any rank, rank 0 prints the first one. Collective.
 
-    Raises:
-        Refused: ``action`` raised `InvalidInputError` on some rank.
+    All ranks then raise `Refused`.
     """
     result, error_text = None, None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.checkpoints.checkpoints import CheckpointFolder
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, log
 from sparsecomm.reducer import Reducer
 from sparsecomm.torch import SparseAdamW, SparseOptimizer, broadcast_parameters, keep_local, register
 from sparsecomm.torch.checkpoints import TorchFormat
@@ -23,8 +22,6 @@ from sparsecomm.transport import transport_of
 
 FOLDER = "sparsecomm"  # inside a framework's checkpoint folder
 KEY = "sparsecomm_checkpoint"  # in a framework's checkpoint, for the id of its residuals
-
-_log = logging.getLogger("sparsecomm")
 
 
 class Attached:
@@ -92,7 +89,7 @@ class Attached:
             reason = "this checkpoint was saved without residuals"
             if known:
                 reason = f"the residuals of this checkpoint are not in {folder} on all ranks; copy that folder with it"
-            _log.warning(
+            log.warning(
                 "%s: %s. Training begins with empty residuals%s: if it was sparse before, the gradient entries that "
                 "were not sent before the checkpoint are lost",
                 source,
@@ -127,11 +124,7 @@ def _modified(path: Path) -> int:
 
 
 def attach(
-    model: object,
-    optimizers: Iterable[object],
-    density: Any,
-    options: Mapping[str, Any],
-    before: Attached | None = None,
+    model: object, optimizers: Iterable[Any], density: Any, options: Mapping[str, Any], before: Attached | None = None
 ) -> Attached:
     """Exchange a model's gradients sparsely: with `SparseAdamW` by the optimizers, otherwise by a hook of DDP.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tempfile
@@ -12,7 +11,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.errors import InvalidInputError, pip_install
+from sparsecomm.errors import InvalidInputError, log, pip_install
 
 try:
     import lightning
@@ -27,8 +26,6 @@ except ImportError as error:
 
 from sparsecomm.integrations.attach import KEY, Attached, attach
 from sparsecomm.reducer.options import DENSITY, Schedule
-
-_log = logging.getLogger("sparsecomm")
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -67,7 +64,7 @@ class SparseDDPStrategy(DDPStrategy):
         """Release the optimizers of the previous ``fit``, and make new ones."""
         if self.sparse is not None:
             if self.sparse.step and not trainer.ckpt_path and self.is_global_zero:
-                _log.warning(
+                log.warning(
                     "fit() makes new optimizers, and begins with empty residuals: gradient entries that were not sent "
                     "in the last fit() are lost; to continue with its optimizers and residuals, pass ckpt_path"
                 )
@@ -174,7 +171,7 @@ class SparseDDPStrategy(DDPStrategy):
                 for path in [path for path in paths if own.search(_name(path))] or paths:
                     files.get_file(path, str(Path(folder, str(saved), _name(path))))
             except Exception as error:  # of any file system's client; then `load` finds no residuals
-                _log.warning("%s: %s: %s", found, type(error).__name__, error)
+                log.warning("%s: %s: %s", found, type(error).__name__, error)
             yield Path(folder)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm import local_steps as core
-from sparsecomm.checks import with_options
+from sparsecomm.checks import Unpack, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Density
 from sparsecomm.jax.trees import PyTree
@@ -24,7 +24,6 @@ from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    from typing_extensions import Unpack
 
 
 class LocalSteps(Adapter):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,8 +10,8 @@ import numpy as np
 
 from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.checks import with_options
-from sparsecomm.errors import InvalidInputError, pip_install
+from sparsecomm.checks import Unpack, with_options
+from sparsecomm.errors import InvalidInputError, log, pip_install
 from sparsecomm.jax.exchange import Density, call_if
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY, with_dense_steps
@@ -24,9 +22,6 @@ from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    from typing_extensions import Unpack
-
-_log = logging.getLogger("sparsecomm")
 
 
 class SparsifyState(NamedTuple):
@@ -86,7 +81,8 @@ def sparsify(
 
     def init(params: PyTree) -> SparsifyState:
         residuals = init_residuals(params)
-        check_wire(record, residuals)
+        for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
+            record.check(dtype)
         return SparsifyState(jnp.zeros((), jnp.int32), residuals)
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
@@ -98,36 +94,21 @@ def sparsify(
             check_parameters({"params": params}, state.step, every, comm=comm)
         grads, *_ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
 
-        def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
-            return tree_step(sent, schedule, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)
+        finite = all_finite(grads)  # otherwise this rank sends NaN, so that all ranks skip the step
+        sent = jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), updates)
+        old, step = state.residuals, state.step
+        means, new = tree_step(sent, schedule, old, scope, dense_below, record, step, chunk, comm, training=True)
 
-        finite = all_finite(grads)
-        means, residuals, after_skip, usable = training_step(updates, finite, state.residuals, exchange, comm)
-        return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(
-            state.step + usable, select(usable, residuals, after_skip)
-        )
+        def after_skip(g: jax.Array, old: jax.Array, mean: jax.Array) -> jax.Array:
+            kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
+            return jnp.where(jnp.isinf(mean), 0, kept)  # an infinite sum has overflowed
+
+        usable = all_finite(means)  # the same on all ranks
+        _warn_unless(usable, updates, comm)
+        residuals = select(usable, new, jax.tree.map(after_skip, updates, old, means))
+        return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(step + usable, residuals)
 
     return optax.GradientTransformation(init, update)
-
-
-def training_step(
-    grads: PyTree, finite: jax.Array, residuals: PyTree, exchange: Callable[[PyTree], tuple[PyTree, PyTree]], comm: Comm
-) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-    """Average gradients over all ranks. If one rank's are not ``finite``, it sends NaN, so that all skip the step.
-
-    Returns:
-        The means; the residuals after the step; the residuals if the step is skipped, which hold this rank's gradients
-        except where sums have overflowed; and whether the means are finite, the same on all ranks.
-    """
-    means, after = exchange(jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), grads))
-
-    def skipped(g: jax.Array, old: jax.Array, mean: jax.Array) -> jax.Array:
-        kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
-        return jnp.where(jnp.isinf(mean), 0, kept)  # an infinite sum has overflowed
-
-    usable = all_finite(means)
-    _warn_unless(usable, grads, comm)
-    return means, after, jax.tree.map(skipped, grads, residuals, means), usable
 
 
 def _warn_unless(usable: jax.Array, grads: PyTree, comm: Comm) -> None:
@@ -137,7 +118,7 @@ def _warn_unless(usable: jax.Array, grads: PyTree, comm: Comm) -> None:
     def host(*arrays: Array) -> list[Array]:
         pairs = zip(leaves, arrays, strict=True)
         here = (jax.tree_util.keystr(path) for (path, _), array in pairs if not np.isfinite(array).all())
-        _log.warning("%s; all ranks skip the step", cause_of(transport_of(comm).rank, next(here, None)))
+        log.warning("%s; all ranks skip the step", cause_of(transport_of(comm).rank, next(here, None)))
         return []
 
     call_if(~usable, host, *(leaf for _, leaf in leaves))
@@ -151,12 +132,6 @@ def all_finite(tree: PyTree) -> jax.Array:
 def select(condition: Any, chosen: PyTree, other: PyTree) -> PyTree:
     """Return one of two trees of the same structure."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
-
-
-def check_wire(options: Options, residuals: PyTree) -> None:
-    """Check that the wire format supports sums of these types."""
-    for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
-        options.check(dtype)
 
 
 def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int | None, *, comm: Comm) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from sparsecomm.calls import arguments, collectives
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.checks import with_options
+from sparsecomm.checks import Unpack, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import ONE_DEVICE, Density, LeafBucket, TreeExchange, accumulator_dtype
 from sparsecomm.reducer.connection import layout
@@ -21,9 +21,6 @@ from sparsecomm.reducer.options import check_layout, density_at, described
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU, TensorSpec
 from sparsecomm.transport import Comm
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,13 +10,12 @@ from typing import Protocol
 from weakref import finalize, ref
 
 from sparsecomm.calls.queue import NO_ENTRIES, queue_of
-from sparsecomm.errors import TransportError
+from sparsecomm.errors import TransportError, log
 from sparsecomm.local_steps.exchange import words_gather
 from sparsecomm.signals import PollingLock
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-_log = logging.getLogger("sparsecomm")
 _MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two checks of whether another rank waits
 _MAX_WAIT = 1e6  # seconds
 
@@ -90,7 +88,7 @@ class Deadline:
                 with self.lock:
                     self._idle, seconds = True, None
                     watched.rest()
-                _log.warning("the deadline is disabled until the next local step: %s", error)
+                log.warning("the deadline is disabled until the next local step: %s", error)
             del watched
 
     def check(self, program: Program) -> float | None:

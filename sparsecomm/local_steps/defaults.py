@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from sparsecomm.algorithms import AlgorithmName, find, name_of
+from sparsecomm.checks import Unpack
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _FEWEST_BYTES, _BEST_LOSS = "split:2", "allgather"
 DEFAULTS: Final[ReducerOptions] = {

@@ -51,21 +51,15 @@ class GlobalParameters:
     """Flat arrays by name, in the accumulator's type, on the devices of the local parameters.
 
     Methods that take a ``local`` tensor must be called within `on_stream`.
-
-    Attributes:
-        specs: shapes, types and devices of the parameters, by name.
-        compared: fragments whose global parameters are known to be equal on all ranks.
-        mixed: checksums of local parameters after an exchange with an alpha above 0, by name.
-        unsent: names of parameters whose residual holds training of rounds for which this rank was late.
     """
 
     def __init__(self, parameters: NamedTensors) -> None:
         """Copy the local parameters, which must be writable unless they are `ImmutableParameters`."""
         pairs = interop.named(parameters, "parameters")
         self.specs: dict[str, TensorSpec] = specs_of(pairs)
-        self.compared: set[int] = set()
-        self.mixed: dict[str, int] = {}
-        self.unsent: set[str] = set()
+        self.compared: set[int] = set()  # fragments whose global parameters are known to be equal on all ranks
+        self.mixed: dict[str, int] = {}  # checksums of local parameters after an exchange with an alpha above 0
+        self.unsent: set[str] = set()  # names whose residual holds training of rounds for which this rank was late
         self._in_place = not isinstance(parameters, ImmutableParameters)
         backends = Backends()
         self._backends = {spec.device: backends.of(spec.device) for spec in self.specs.values()}

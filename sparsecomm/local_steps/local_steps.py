@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from importlib.metadata import PackageNotFoundError, version
 
 from sparsecomm import transport
-from sparsecomm.checks import quote, to_bool, to_float, with_options
-from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.calls.label import Label
+from sparsecomm.checks import Unpack, quote, to_bool, to_float, with_options
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, log
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange, GlobalParameters, Outcome, Rules
-from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
-from sparsecomm.local_steps.rebuild import broadcast_outer, compared_members, compared_settings
+from sparsecomm.local_steps.outer import OuterOptimizer, broadcast_outer, load_outer
 from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, SyncSchedule, known_names, split_names
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
 from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer.connection import Members
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import ReducerOptions, Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
@@ -29,11 +30,6 @@ from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-_log = logging.getLogger("sparsecomm")
 
 
 class Phase(Enum):
@@ -152,7 +148,15 @@ class LocalSteps:
         )
         self._rules = Rules(self._schedule, outer, alpha, float(options["decay"]))
         compared = {**options, "skip_nonfinite": to_bool("skip_nonfinite", skip_nonfinite)}
-        self._settings = compared_settings(specs, self.fragments, self._rules, density_at(density, 0), compared)
+        self._settings: dict[str, object] = {  # those that `rebuild` compares between ranks, by name for an error
+            **asdict(self._schedule),
+            "fragment_update_alpha": alpha,
+            "density": density_at(density, 0),
+            "type of outer optimizer": type(outer).__name__,
+            **{key: quote(value) for key, value in sorted(compared.items()) if key not in ("on_step", "bucket_bytes")},
+            **{name: f"{spec.accumulator.name} {spec.shape}" for name, spec in specs.items()},
+            "division into fragments": self.fragments,
+        }
         self._phase = Phase.RESTING
         # The number of the round, and in it this rank's local steps, and the steps of the schedule that have passed.
         self._position = 0, 0, 0
@@ -355,7 +359,7 @@ class LocalSteps:
                     "contributes only from its residual"
                 )
                 seconds = self._timer.clock() - (self._timer.started or 0.0)
-                _log.warning(text, self._connect().rank, event.fragment, event.round, seconds)
+                log.warning(text, self._connect().rank, event.fragment, event.round, seconds)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -503,7 +507,7 @@ class LocalSteps:
             self._deadline.reset()
             ranks, shared, sync_every = transport.transport_of(comm), self._globals, self._schedule.sync_every
             nanoseconds = 0 if joining else self._timer.nanoseconds()
-            members = compared_members(ranks, self._comm, joining, self._passed(), self._settings, nanoseconds)
+            members = self._compared_members(ranks, joining, nanoseconds)
             broadcast_outer(ranks, members.lead, self._outer, shared.specs)
             for reducer in self.reducers:
                 reducer.rebuild(comm, joining=joining)
@@ -520,6 +524,22 @@ class LocalSteps:
             shared.compared.update(range(len(self.fragments)))
             elements = sum(spec.size for spec in shared.specs.values())
             return members.rebuilt(elements, steps_of_unit=sync_every, unit="round")
+
+    def _compared_members(self, ranks: transport.Transport, joining: bool, nanoseconds: int) -> Members:
+        """Gather the `Members` of ``ranks``, with ``nanoseconds`` of each; raise if settings differ. Collective."""
+        try:
+            library = version("sparsecomm")
+        except PackageNotFoundError:  # a checkout that was not installed
+            library = "0"
+        what = ("call", "rebuild() of LocalSteps"), ("version of sparsecomm", library)
+        try:
+            label = Label.of(*what, *self._settings.items())
+            return Members(ranks, self._comm, joining, self._passed(), [nanoseconds], label)
+        except CollectiveMismatchError as error:
+            raise CollectiveMismatchError(
+                f"{error}. Create LocalSteps with the same model, settings and version of sparsecomm on all ranks "
+                f"(rank {ranks.rank} has {library}), and call rebuild again"
+            ) from error
 
     def _names(self, keys: Iterable[tuple[int, ...]]) -> list[str]:
         """Return the names of the parameters in the fragments of these events, or keys of exchanges."""

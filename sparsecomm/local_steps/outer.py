@@ -11,10 +11,12 @@ import numpy as np
 
 from sparsecomm.backends import default_float_mode
 from sparsecomm.checks import quote, to_bool, to_float
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.states.loading import Undo, as_float, reading
+from sparsecomm.errors import InvalidInputError, text_of
+from sparsecomm.states.loading import Prepared, Undo, as_float, load, reading
+from sparsecomm.states.values import from_bytes, to_bytes
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec, from_host, to_host
+from sparsecomm.transport import Transport
 
 
 class OuterOptimizer(Protocol):
@@ -133,3 +135,33 @@ def _restore(outer: OuterOptimizer, state: Mapping[str, Any], attributes: dict[s
         outer.load_state_dict(state)
     except Exception:
         vars(outer).update(attributes)
+
+
+def broadcast_outer(
+    transport: Transport, root: int, outer: OuterOptimizer | None, specs: Mapping[str, TensorSpec]
+) -> None:
+    """Load the state of rank ``root``'s outer optimizer on all ranks, or raise an error on all. Collective."""
+    data, failed = np.empty(0, np.uint8), ""
+    if transport.rank == root:
+        try:
+            data = to_bytes(None if outer is None else outer.state_dict())
+        except Exception as error:  # sent as a length of 0, so that all ranks raise
+            failed = f": {text_of(error)}"
+    length = np.array([len(data)], "<u8")
+    transport.broadcast(length.view(np.uint8), root)
+    nbytes, limit = int(length[0]), (64 << 20) + 64 * sum(spec.nbytes for spec in specs.values())
+    if not 0 < nbytes <= limit:
+        raise InvalidInputError(
+            f"rank {transport.rank}: the state of rank {root}'s outer optimizer cannot be sent{failed}. Its state_dict "
+            f"must return numbers, strings, arrays, lists and dictionaries, of at most {limit:,} bytes; got {nbytes:,}"
+        )
+    data = data if transport.rank == root else np.empty(nbytes, np.uint8)
+    transport.broadcast(data, root)
+
+    def prepare(undo: Undo) -> Prepared:
+        state = from_bytes(data)
+        if outer is not None and transport.rank != root:
+            state = load_outer(outer, state, specs, undo)
+        return Prepared({"outer": state})
+
+    load(transport, "rebuild() of LocalSteps", ["outer"], prepare)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 from sparsecomm.backends.base import Backend
@@ -39,13 +38,6 @@ class Communicator:
 
     Like `Transport.receive`, all methods raise `TimeoutError`, `RankFailedError` or `TransportError` if a rank does not
     answer, and `CollectiveMismatchError` if it makes another call or sends an unexpected message.
-
-    Attributes:
-        rank, size: as in MPI.
-        node_of_rank: node number of each rank.
-        backend: of the device of this rank's gradient.
-        cache: data that the algorithm keeps from call to call. It may differ between ranks after a call that failed on
-            some of them, so algorithms compare it in the next call.
     """
 
     def __init__(
@@ -56,21 +48,22 @@ class Communicator:
         ``costs`` must be equal on all ranks; ``None``: a network with long delays.
         """
         self._costs = costs or _LONG_DELAYS
+        # Data that the algorithm keeps from call to call. It may differ between ranks after a call that failed on some
+        # of them, so algorithms compare it in the next call.
         self.cache: dict[str, Any] = {}
-        self._transport, self._messages, self.backend = transport, messages, backend
+        self.backend = backend  # of the device of this rank's gradient
+        self._transport, self._messages = transport, messages
         self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
         """Begin the next call, which `Transport.end` or `Transport.abort` must end, also after a `TransportError`.
 
+        It raises the errors of `Transport.begin`.
+
         Args:
             label: a checksum that must be equal on all ranks.
             incomplete: this rank's contribution lacks a part. The property `incomplete` then becomes true on all ranks.
-
-        Raises:
-            InvalidInputError: the call cannot be made; it has not begun.
-            TransportError: another rank has already left this call.
         """
         messages, transport = self._messages, self._transport
         self._memory = self.backend.memory(transport.device_memory)
@@ -95,8 +88,13 @@ class Communicator:
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
         """Set the members: ``ranks`` are numbers in the transport, ``rank`` is this rank's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
-        self._wire, self._stage = wire, stage << _ROUND_BITS
-        self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
+        self._wire, self._stage, call = wire, stage << _ROUND_BITS, self._messages.call
+        self._max_bytes = self._messages.max_bytes(call.k, wire)
+        # Whether small messages go to all ranks at once instead of being forwarded.
+        self.sends_directly = self._costs.direct_is_faster(self.size, len(set(node_of_rank)))
+        self.num_elements = call.n  # of the gradient
+        self._averages = OPS[call.op] == MEAN_OF_CONTRIBUTORS
+        self.sends_exact_sums = wire.kind is EXACT and not self._averages  # neither rounded nor divided
 
     # -- properties of the call ---------------------------------------------------------------------------------------
 
@@ -116,36 +114,13 @@ class Communicator:
         return self._transport.number
 
     @property
-    def num_elements(self) -> int:
-        """Number of elements of the gradient."""
-        return self._messages.call.n
-
-    @property
-    def _averages(self) -> bool:
-        return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
-
-    @property
-    def sends_exact_sums(self) -> bool:
-        """Whether messages contain exact sums: neither rounded nor divided."""
-        return self._wire.kind is EXACT and not self._averages
-
-    @property
     def incomplete(self) -> bool:
         """Whether a rank's contribution lacks a part. Equal on all ranks when the algorithm has returned."""
         return self._messages.incomplete
 
-    @cached_property
-    def sends_directly(self) -> bool:
-        """Whether small messages go to all ranks at once instead of being forwarded: see `Costs.direct_is_faster`."""
-        return self._costs.direct_is_faster(self.size, len(set(self.node_of_rank)))
-
-    @cached_property
-    def _latency_entries(self) -> float:
-        return self._costs.latency_entries
-
     def is_latency_bound(self, entries: int) -> bool:
         """Return whether the bytes of ``entries`` entries take less time than the latency of a trip."""
-        return entries < self._latency_entries
+        return entries < self._costs.latency_entries
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -345,10 +320,10 @@ def gather_parcels(
 
     ``ranges``: as in `gather`, for all vectors of a parcel.
     """
-    vectors, num_senders = own[0], None if ranges is None else len(ranges)
-    exchange = exchange_with_all if comm.sends_directly else _bruck
-    count = max((vector.nnz for vector in vectors), default=0)
-    return exchange(comm, own, len(vectors), round_no, count, num_senders, ranges=ranges)
+    count, num_senders = max((vector.nnz for vector in own[0]), default=0), comm.size if ranges is None else len(ranges)
+    if comm.sends_directly:
+        return exchange_with_all(comm, own, len(own[0]), round_no, count, num_senders, ranges=ranges)
+    return _bruck(comm, own, round_no, count, num_senders, ranges)
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
@@ -401,14 +376,7 @@ def exchange_with_all(
 
 
 def _bruck(
-    comm: Communicator,
-    own: Parcel,
-    num_vectors: int,
-    round_no: int,
-    count: int = 0,
-    num_senders: int | None = None,
-    *,
-    ranges: Sequence[Range] | None = None,
+    comm: Communicator, own: Parcel, round_no: int, count: int, num_senders: int, ranges: Sequence[Range] | None
 ) -> list[Parcel]:
     """Return the same as `exchange_with_all`, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
 
@@ -420,8 +388,7 @@ def _bruck(
         step 1     0123   1234   2345   3456   4560   5601   6012    from rank + 2
         step 2     all: the three parcels missing, from rank + 4
     """
-    rank, size, num_words = comm.rank, comm.size, len(own[1])
-    num_senders = size if num_senders is None else num_senders
+    rank, size, num_vectors, num_words = comm.rank, comm.size, len(own[0]), len(own[1])
 
     def senders_among(first: int, length: int) -> list[int]:
         return [sender % size for sender in range(first, first + length) if sender % size < num_senders]

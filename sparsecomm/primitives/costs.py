@@ -14,16 +14,11 @@ class Link:
 
     Messages sent at once share the delay: m messages of B bytes in all, to or from m ranks, take
     ``alpha + (m - 1) * gap + beta * B`` (LogGP: Alexandrov et al., SPAA 1995).
-
-    Attributes:
-        alpha: seconds until an empty message has arrived.
-        beta: seconds per byte.
-        gap: seconds added by each message after the first.
     """
 
-    alpha: float
-    beta: float
-    gap: float = 0.0
+    alpha: float  # seconds until an empty message has arrived
+    beta: float  # seconds per byte
+    gap: float = 0.0  # seconds added by each message after the first
 
     def trip(self, messages: int, nbytes: float) -> float:
         """Return the seconds of ``messages`` messages at once, of ``nbytes`` in all; 0 if there are none."""
@@ -32,25 +27,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of messages and of work.
+    """The costs of messages and of work."""
 
-    Attributes:
-        link: between nodes; the ranks of a node share it.
-        node: between ranks of one node; ``None``: as ``link``.
-        select: seconds per element of the top-k of residual + x.
-        merge: seconds per input entry of a merge.
-        codec: seconds per entry for packing and unpacking.
-        add: seconds per element of a dense sum of two vectors.
-        call: fixed seconds of each of these operations.
-    """
-
-    link: Link
-    node: Link | None = None
-    select: float = 0.0
-    merge: float = 0.0
-    codec: float = 0.0
-    add: float = 0.0
-    call: float = 0.0
+    link: Link  # between nodes; the ranks of a node share it
+    node: Link | None = None  # between ranks of one node; None: as `link`
+    select: float = 0.0  # seconds per element of the top-k of residual + x
+    merge: float = 0.0  # seconds per input entry of a merge
+    codec: float = 0.0  # seconds per entry for packing and unpacking
+    add: float = 0.0  # seconds per element of a dense sum of two vectors
+    call: float = 0.0  # fixed seconds of each of these operations
 
     @property
     def latency_entries(self) -> float:
@@ -69,27 +54,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class Problem:
-    """The parameters of a call that determine its cost.
+    """The parameters of a call that determine its cost."""
 
-    Attributes:
-        P: number of ranks.
-        n, k: number of elements, and of entries that each rank selects.
-        entry_bytes: mean bytes of an entry in a message.
-        element_bytes: bytes of a dense element.
-        num_nodes: number of nodes, which have equally many ranks; ``None``: one per rank.
-        packed: whether the time of packing and unpacking counts.
-        exact_sums: whether messages contain exact sums. Rounded values and means do not show which sums are the
-            largest.
-    """
-
-    P: int
-    n: int
-    k: int
-    entry_bytes: float = 8
-    element_bytes: int = 4
-    num_nodes: int | None = None
-    packed: bool = False
-    exact_sums: bool = True
+    P: int  # ranks
+    n: int  # elements
+    k: int  # entries that each rank selects
+    entry_bytes: float = 8  # mean bytes of an entry in a message
+    element_bytes: int = 4  # bytes of a dense element
+    num_nodes: int | None = None  # nodes, which have equally many ranks; None: one per rank
+    packed: bool = False  # whether the time of packing and unpacking counts
+    exact_sums: bool = True  # of messages. Rounded values and means do not show which sums are the largest
 
     @property
     def per_node(self) -> int:

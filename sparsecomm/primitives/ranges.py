@@ -33,21 +33,13 @@ AGE_SHIFT = 16  # lowest bit of the age in a mark; the bits below are a checksum
 
 
 class Ranges(NamedTuple):
-    """Ranges of indices, one per rank; ranks that own none have empty ranges.
+    """Ranges of indices, one per rank; ranks that own none have empty ranges."""
 
-    Attributes:
-        boundaries: first index of each range, and the end of the last.
-        made: number of the call that made them.
-        checksum: of ``boundaries``.
-        crowding: load of the busiest owner relative to the mean, in the first call with these ranges; 0: unknown.
-        following: boundaries for the next call; ``None``: keep these.
-    """
-
-    boundaries: list[int]
-    made: int
-    checksum: int
-    crowding: float = 0.0
-    following: list[int] | None = None
+    boundaries: list[int]  # first index of each range, and the end of the last
+    made: int  # number of the call that made them
+    checksum: int  # of `boundaries`
+    crowding: float = 0.0  # load of the busiest owner relative to the mean, in the first call with them; 0: unknown
+    following: list[int] | None = None  # boundaries for the next call; None: keep these
 
 
 class Dropped(list[SparseVector]):
@@ -61,9 +53,8 @@ def scatter(
 ) -> tuple[list[SparseVector], list[int]]:
     """Send each entry to its owner. Takes one trip; one more if ranges differ, and one more if ranges are made first.
 
-    Returns:
-        The entries of all ranks in this rank's range, ordered by rank; and the key of each rank's entry at position
-        ``number`` in the order of selection, or 0.
+    Return the entries of all ranks in this rank's range, ordered by rank; and the key of each rank's entry at position
+    ``number`` in the order of selection, or 0.
     """
     nothing, owners = own.part(0, 0), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]

@@ -52,48 +52,33 @@ class Bucket:
 
     Methods with an argument ``backend`` or ``plan`` are part of a call and use its stream. Call all other methods
     within `on_stream`.
-
-    Attributes:
-        tensors: specs, in the order of the flat vectors.
-        dense: the tensors are summed without a selection.
-        backend: the reducer's backend of the device, for all work outside calls.
-        shape: shape of the call's input: the tensor's shape if there is one tensor, otherwise flat.
-        residuals, velocities: flat views by name. ``velocities`` is empty without momentum.
-        residual: the flat residual of all tensors.
-        owners: with `Settings.owner`, the number of ranks that own elements: the first ones.
-        exponents: with `Settings.owner`, the exponents of units, which are the same on all ranks: see
-            `sparsecomm.backends.adamw.unit_exponents`; else empty. ``exponents_of``: flat views by name.
-        units_lag: dense steps have changed the owners' moments, but not yet the units; the same on all ranks.
-        missing: names of tensors for which `take` was not called in this step.
-        outs: this step's outputs for sums by name.
-        last_gradient: the gradient that was taken last in this step.
-        nonfinite: names of tensors whose gradients were dropped in this step because they were not finite.
-        last_plan: the plan of the latest call; ``None`` before the first call.
     """
 
     def __init__(
         self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends, num_ranks: int
     ) -> None:
-        self.tensors, self.dense, self.settings = tuple(tensors), dense, settings
+        self.tensors, self.settings = tuple(tensors), settings  # in the order of the flat vectors
+        self.dense = dense  # the tensors are summed without a selection
         self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
-        self.backend = backends.of(self.device)
+        self.backend = backends.of(self.device)  # for all work outside calls
         self._timeline = self.backend.timeline()
         self._offsets = [0, *accumulate(spec.size for spec in tensors)]
         self.size = self._offsets[-1]
         self.nbytes = self.size * self.accumulator.itemsize
-        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)
+        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)  # of the call's input
         with self.on_stream(None):
             self._state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
+            # With `Settings.owner`, the exponents of units, the same on all ranks: see `backends.adamw.unit_exponents`.
             dtype = unit_dtype(self.accumulator.accumulator)
             self.exponents = self.backend.zeros(0 if settings.owner is None else self.size, dtype)
         self.residual = self._state[0]
         self.residuals = self.views(self.residual)
         self.velocities = self.views(self._state[1]) if settings.momentum else {}
         self.exponents_of = {} if settings.owner is None else self.views(self.exponents)
-        self.units_lag = False
-        self.owners = min(num_ranks, max(1, self.size // _MIN_OWNED))
+        self.units_lag = False  # dense steps have changed the owners' moments, but not the units; the same on all ranks
+        self.owners = min(num_ranks, max(1, self.size // _MIN_OWNED))  # the number of first ranks that own elements
         self._plan_key, self._plan_density = object(), 0.0
-        self.last_plan: Plan | None = None
+        self.last_plan: Plan | None = None  # of the latest call
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
         self.begin()
 
@@ -106,11 +91,11 @@ class Bucket:
                     name, residual = next(iter(self._set_aside.items()))
                     self.residuals[name] += residual
                     del self._set_aside[name]
-        self.missing = set(self.residuals)
-        self.outs: dict[str, Tensor] = {}
-        self.last_gradient: Tensor | None = None
+        self.missing = set(self.residuals)  # names for which `take` was not called in this step
+        self.outs: dict[str, Tensor] = {}  # this step's outputs for sums by name
+        self.last_gradient: Tensor | None = None  # that was taken in this step
         self._present: set[str] = set()  # names for which this rank has a gradient
-        self.nonfinite: set[str] = set()
+        self.nonfinite: set[str] = set()  # names whose gradients were dropped in this step, since they were not finite
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context for work with the bucket's memory, on the stream of ``x`` or else the current stream.
@@ -127,12 +112,9 @@ class Bucket:
 
     @default_float_mode
     def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
-        """Add ``scale`` times a gradient to the residual.
+        """Add ``scale`` times a gradient to the residual; ``None``: this rank has none, and nothing changes.
 
-        Args:
-            spec: the tensor's spec.
-            gradient: ``None``: this rank has no gradient. The residual and the velocity do not change.
-            add: adds a value computed from the gradient instead. Not with momentum or clipping.
+        ``add`` adds a value computed from the gradient instead. Not with momentum or clipping.
         """
         name = spec.name
         if gradient is not None:
@@ -304,16 +286,6 @@ class BucketCall(SumCall):
     A rank without a gradient for a tensor contributes zeros and marks its messages as incomplete. All ranks see the
     mark when the algorithm returns. They then exchange which gradients are absent, and which outputs have 16-bit
     elements, in one more trip.
-
-    Attributes:
-        names: names of the bucket's tensors.
-        largest: the largest magnitude of the result, if it was computed.
-        finite: whether the result is finite, the same on all ranks. Not computed, and True, for dense sums without
-            ``skip_nonfinite``.
-        usable: whether a finite result is usable, the same on all ranks.
-        nonfinite_here: names of tensors whose gradients are known not to be finite on this rank, if the result is not.
-        left: results of tensors without an output, by name.
-        without_gradient: names for which no rank has a gradient.
     """
 
     def __init__(
@@ -326,10 +298,12 @@ class BucketCall(SumCall):
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = bucket.settings.skip_nonfinite
         super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
-        self.finite, self.usable, self.largest = True, True, 0.0
-        self.nonfinite_here: set[str] = set()
-        self.left: dict[str, SparseVector] = {}
-        self.without_gradient: frozenset[str] = frozenset()
+        self.finite = True  # the result, on all ranks; not computed for dense sums without ``skip_nonfinite``
+        self.usable = True  # whether a finite result is usable, the same on all ranks
+        self.largest = 0.0  # the largest magnitude of the result, if it was computed
+        self.nonfinite_here: set[str] = set()  # names of gradients that make the result not finite, on this rank
+        self.left: dict[str, SparseVector] = {}  # results of tensors without an output, by name
+        self.without_gradient: frozenset[str] = frozenset()  # names for which no rank has a gradient
         self._absent = frozenset(bucket.absent())
         self._narrow = {name: out.dtype for name, out in bucket.outs.items() if out.dtype in _NARROW}  # later, of all
         self.names = [spec.name for spec in bucket.tensors]

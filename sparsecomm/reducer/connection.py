@@ -35,9 +35,8 @@ def layout(
     "tensor", and share one with "model"; with "bucket" and "chunk" a bucket is complete when it holds
     ``bucket_bytes``. Tensors of different devices or accumulator dtypes never share a bucket.
 
-    Returns:
-        For each bucket, positions in ``tensors`` and whether it is dense, in the order in which buckets become
-        complete if gradients become ready in the order of ``tensors``. Dense buckets come last.
+    Return for each bucket positions in ``tensors`` and whether it is dense, in the order in which buckets become
+    complete if gradients become ready in the order of ``tensors``. Dense buckets come last.
     """
     buckets: list[tuple[list[int], bool]] = []
     open_buckets: dict[tuple[Device, DType, bool], list[int]] = {}
@@ -56,14 +55,7 @@ def layout(
 
 
 class Buckets:
-    """The buckets of a reducer. A reducer that needs other buckets replaces this object.
-
-    Attributes:
-        bucket_bytes: the size at which a bucket is complete.
-        all: the buckets in the order of their calls.
-        by_name: the bucket of each tensor, also of tensors without elements, which are never sent.
-        label: everything that must be equal on the ranks.
-    """
+    """The buckets of a reducer. A reducer that needs other buckets replaces this object."""
 
     def __init__(
         self,
@@ -75,20 +67,22 @@ class Buckets:
         num_ranks: int,
     ) -> None:
         """Make buckets with residuals of zeros. ``backends`` and ``number``: see `Connection`."""
-        s, self.bucket_bytes, self._specs = settings, bucket_bytes, specs
+        s, self._specs = settings, specs
+        self.bucket_bytes = bucket_bytes  # the size at which a bucket is complete
         sent = [spec for spec in reversed(specs.values()) if spec.size]
-        self.all = [
+        self.all = [  # in the order of their calls
             Bucket([sent[i] for i in positions], dense, s, backends, num_ranks)
             for positions, dense in layout(sent, s.scope, s.dense_below, bucket_bytes)
         ]
         empty = [Bucket([spec], True, s, backends, num_ranks) for spec in specs.values() if not spec.size]
+        # Also of tensors without elements, which are never sent.
         self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
         common = {
             "op": s.options.op, "scope": s.scope, "chunk": s.chunk, "momentum": s.momentum, "masking": s.masking,
             "clip": s.clip, "decay": s.decay, "skip_nonfinite": s.skip_nonfinite,
         }  # fmt: skip
         tensors = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.all]
-        self.label = Label(
+        self.label = Label(  # everything that must be equal on the ranks
             (number, common, tensors),
             lambda: [
                 ("call", f"a step of Reducer {number}"),
@@ -134,23 +128,16 @@ class Buckets:
 
 
 class Connection:
-    """A reducer's connection to the ranks of a communicator, made when the reducer first needs them.
+    """A reducer's connection to the ranks of a communicator, made when the reducer first needs them."""
 
-    Attributes:
-        specs, settings: the reducer's tensors and options.
-        transport: ``None`` before `connect` or `move`; the attributes below do not exist then.
-        queue: makes the reducer's calls.
-        number: number of this reducer among the reducers that use the queue.
-        buckets: the reducer's buckets.
-    """
-
-    queue: CallQueue
-    number: int
+    # After `connect` or `move`:
+    queue: CallQueue  # makes the reducer's calls
+    number: int  # of this reducer among the reducers that use the queue
     buckets: Buckets
 
     def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
         self.specs, self.settings, self._comm = specs, settings, comm
-        self.transport: Transport | None = None
+        self.transport: Transport | None = None  # None before `connect` or `move`
         self._backends = Backends()  # for all work outside calls
 
     def connect(self) -> Transport:
@@ -268,13 +255,7 @@ class Member(NamedTuple):
 
 
 class Members:
-    """The ranks of a new communicator.
-
-    Attributes:
-        all: the members in order of rank.
-        stay: the members that do not join.
-        lead: the rank of the first member that does not join.
-    """
+    """The ranks of a new communicator."""
 
     def __init__(
         self, transport: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: Label
@@ -289,13 +270,13 @@ class Members:
         count = len(gather.words) // transport.size
         messages = [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
         self.all = [Member(bool(new), step, rank - 1, size, words) for new, step, rank, size, *words in messages]
-        self.stay = [member for member in self.all if not member.joining]
+        self.stay = [member for member in self.all if not member.joining]  # like `all`, in order of rank
         if not self.stay:
             raise InvalidInputError(
                 f"rank {transport.rank}: all {transport.size} ranks join; pass joining=False on at least one rank, "
                 "which continues with its state"
             )
-        self.lead = self.all.index(self.stay[0])
+        self.lead = self.all.index(self.stay[0])  # a rank
 
     def rebuilt(self, elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
         """Return the result. ``elements``: size of each rank's residuals. A ``unit`` has ``steps_of_unit`` steps."""

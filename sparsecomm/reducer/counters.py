@@ -66,9 +66,6 @@ class Counters:
         added["density"] = added["applied"] / added["elements"] if added["elements"] else 0.0
         return {f"sparsecomm/{name}": value for name, value in added.items()}
 
-    def copy(self) -> Counters:
-        return Counters(**asdict(self))
-
     def added_to(self, other: Counters) -> Counters:
         """Return the sums with another reducer's counters; for steps and set-up, which both share, the maxima."""
         mine, theirs = asdict(self), asdict(other)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsecomm import transport
@@ -16,7 +16,7 @@ from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
-from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
+from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed, log
 from sparsecomm.reducer.bucket import Add, Bucket
 from sparsecomm.reducer.connection import Buckets, Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
@@ -32,8 +32,6 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
-
-_log = logging.getLogger("sparsecomm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +305,7 @@ class Reducer:
             step.warn()
             if self._on_step is not None:
                 numbers = self.counters.since(self._logged)
-                self._logged = self.counters.copy()
+                self._logged = replace(self.counters)
                 with Opened():
                     self._on_step(outcome.number, numbers)
             return outcome
@@ -403,7 +401,7 @@ class Reducer:
             self.counters.ranks_lost += len(rebuilt.ranks_lost)
             self.counters.elements_lost += rebuilt.elements_lost
         level = logging.WARNING if rebuilt.ranks_lost or rebuilt.steps_apart else logging.INFO
-        _log.log(level, "rank %s: %s", self._connect().rank, rebuilt)
+        log.log(level, "rank %s: %s", self._connect().rank, rebuilt)
         return rebuilt
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -22,10 +22,6 @@ _LINKS = ("link", "node")  # between nodes, and inside a node
 _ADVICE = "build the same model with the same settings (velocities require momentum), or rename its entries"
 
 
-def _is_order(value: Any, _: object) -> bool:
-    return value is None or (is_list(value) and all(isinstance(name, str) for name in value))
-
-
 def _is_costs(value: Any, _: object) -> bool:
     return value is None or (_is_link(value["link"]) and (value["node"] is None or _is_link(value["node"])))
 
@@ -43,7 +39,6 @@ REDUCER = Schema(
         "units": common("arrays of unsigned integers by name", are_arrays("u")),
         "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
         "step": common("a number of steps", is_count),
-        "order": common("a list of names, or None", _is_order),
         "bucket_bytes": common("a number of bytes, at least 1", is_positive),
         "costs": common(
             "measured links, or None", _is_costs, lambda old, _, size: old[0]["costs"] if size == len(old) else None
@@ -71,7 +66,6 @@ def fields_of(connection: Connection, step: int) -> StateDict:
         "units": units,
         "units_lag": any(bucket.units_lag for bucket in buckets.all),
         "step": step,
-        "order": None,
         "bucket_bytes": buckets.bucket_bytes,
         "costs": costs,
     }
@@ -113,13 +107,9 @@ def measured_costs(costs: Mapping[str, Any] | None) -> KnownCosts | None:
 def read_arrays(
     arrays: Any, specs: Mapping[str, TensorSpec], key: str, advice: str, copy: bool = True
 ) -> dict[str, Array]:
-    """Return the arrays of a state as flat arrays of the accumulator dtype, by name.
+    """Return the arrays that a state has under ``key`` as flat arrays of the accumulator dtype, by name.
 
-    Args:
-        arrays: the arrays by name, as the state contains them under ``key``.
-        specs: the expected tensors by name.
-        key, copy: see `as_float`.
-        advice: how to get the expected names, for the error.
+    ``specs``: the expected tensors. ``advice``: how to get the expected names, for the error. See `as_float`.
     """
     with reading(key, "arrays by name"):
         missing, unexpected = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())

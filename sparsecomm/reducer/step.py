@@ -64,35 +64,26 @@ class OpenStep:
     """A step that has not ended, and the outcome of the previous step.
 
     A reducer begins the next step with a new object. All methods may be called again after an interrupt.
-
-    Attributes:
-        number: the number of the step.
-        before: the outcome of the previous step; ``None`` if it failed or there was none.
-        unsummed_before: names of tensors that the previous step did not sum.
-        opening: calls before the first gradient, by name: see `Reducer.opening_call`.
-        first_gradients: checksums of gradients by name, in a first step; ``None`` later.
-        buffers: checksums of the model's buffers by name, in a first step; see `FirstStep`.
-        density, label: density of the step, and `Reducer.label`; set before the first push.
-        pushed: gradients by name; ``None`` for an absent gradient.
-        unsummed: after `settle`, names of tensors that this step did not sum.
     """
 
-    density: float
-    label: Label
+    density: float  # set before the first push
+    label: Label  # `Reducer.label`, set before the first push
 
     def __init__(
         self, connection: Connection, counters: Counters, number: int, before: Step | None, unsummed: tuple[str, ...]
     ) -> None:
         """Begin a step, whose first push must follow `Connection.connect`. It adds its time to ``counters``."""
-        self.number, self.before, self.unsummed_before = number, before, unsummed
+        self.number = number
+        self.before = before  # the outcome of the previous step; None if it failed or there was none
+        self.unsummed_before = unsummed  # names of tensors that the previous step did not sum
         self._connection, self._counters = connection, counters
         self._specs, self._settings = connection.specs, connection.settings
         self._clips = self._settings.clip is not None
-        self.pushed: dict[str, Tensor | None] = {}
-        self.unsummed: tuple[str, ...] = ()
-        self.opening: dict[str, tuple[Handle, Task]] = {}
-        self.first_gradients: dict[str, int] | None = None
-        self.buffers: dict[str, int] = {}
+        self.pushed: dict[str, Tensor | None] = {}  # gradients by name; None for an absent gradient
+        self.unsummed: tuple[str, ...] = ()  # after `settle`, names of tensors that this step did not sum
+        self.opening: dict[str, tuple[Handle, Task]] = {}  # calls before the first gradient: see `Reducer.opening_call`
+        self.first_gradients: dict[str, int] | None = None  # checksums of gradients by name, in a first step
+        self.buffers: dict[str, int] = {}  # checksums of the model's buffers by name, in a first step: see `FirstStep`
         self._first_step: tuple[Handle, FirstStep] | None = None
         self._calls: list[tuple[Handle, BucketCall]] = []
         for bucket in self._buckets:
@@ -174,8 +165,7 @@ class OpenStep:
     def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
         """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
 
-        Returns:
-            The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
+        Return the exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
         """
         ended = [(error_of(handle), call) for handle, call in self._calls]
         failed_first = sorted(ended, key=lambda item: item[1].succeeded)  # a call may succeed and raise, too

@@ -39,19 +39,12 @@ class InterruptedElsewhereError(InvalidInputError):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A state that was read, converted and checked.
+    """A state that was read, converted and checked."""
 
-    Attributes:
-        common: the values that must be equal on all ranks, by key.
-        commit: adopts the state. It must not fail, and must be idempotent.
-        fields: the fields of the state, for classes that extend it.
-        note: a text without line breaks that all ranks receive.
-    """
-
-    common: dict[str, object] = field(default_factory=dict)
-    commit: Callable[[], object] = lambda: None
-    fields: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
+    common: dict[str, object] = field(default_factory=dict)  # values that must be equal on all ranks, by key
+    commit: Callable[[], object] = lambda: None  # adopts the state. It must not fail, and must be idempotent
+    fields: dict[str, Any] = field(default_factory=dict)  # the fields of the state, for classes that extend it
+    note: str = ""  # a text without line breaks that all ranks receive
 
 
 @deferred

@@ -24,21 +24,13 @@ Reshard: TypeAlias = Callable[[list[StateDict], int, int], Any]  # (states of th
 
 @dataclass(frozen=True)
 class Field:
-    """An entry of a state dict. Create one by `common`, `per_rank` or `summed`.
+    """An entry of a state dict. Create one by `common`, `per_rank` or `summed`."""
 
-    Attributes:
-        expected: describes valid values, for error messages.
-        is_valid: checks a value. Any exception that it raises counts as an invalid value.
-        common: all ranks have the same value, which is compared when states are loaded or resharded.
-        summed: `reshard` preserves the sum of the arrays over all ranks.
-        reshard: returns the value for a new rank; ``None`` keeps the value of the old rank 0.
-    """
-
-    expected: str
-    is_valid: IsValid
-    common: bool = False
-    summed: bool = False
-    reshard: Reshard | None = None
+    expected: str  # describes valid values, for error messages
+    is_valid: IsValid  # checks a value. Any exception that it raises counts as an invalid value
+    common: bool = False  # all ranks have the same value, which is compared when states are loaded or resharded
+    summed: bool = False  # `reshard` preserves the sum of the arrays over all ranks
+    reshard: Reshard | None = None  # returns the value for a new rank; None keeps the value of the old rank 0
 
 
 def common(expected: str, is_valid: IsValid, reshard: Reshard | None = None) -> Field:
@@ -57,14 +49,7 @@ def summed() -> Field:
 
 
 class Schema:
-    """The layout of a class's state dict. Each rank has its own state dict.
-
-    Attributes:
-        name: the name of the class.
-        format: the value of the entry "format": the name and the version.
-        fields: the fields by key, in the order in which they are read. "format", "world_size" and "rank" are added.
-        keys: the keys of the common fields.
-    """
+    """The layout of a class's state dict. Each rank has its own state dict."""
 
     _by_name: ClassVar[dict[str, Schema]] = {}
 
@@ -79,14 +64,15 @@ class Schema:
         """Declare the state dict of a class.
 
         Args:
-            name, fields: see above.
+            name: the name of the class.
+            fields: the fields by key, in the order in which they are read. "format", "world_size" and "rank" are added.
             version: the version of the format. Increase it when a field changes its meaning.
             advice: what the user can do with a state of another version, for the error.
             upgrade: converts a state of the previous version; ``None``: such a state cannot be read.
         """
         self.name, self._version, self._advice, self._upgrade = name, version, advice, upgrade
         self.format, self.fields = f"{name} {version}", dict(fields)
-        self.keys = [key for key, field in fields.items() if field.common]
+        self.keys = [key for key, field in fields.items() if field.common]  # of the common fields
         Schema._by_name[name] = self
 
     def extended(self, name: str, fields: Mapping[str, Field]) -> Schema:

@@ -8,14 +8,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.checks import check_options, quote, to_bool, to_int, with_options
+from sparsecomm.checks import Unpack, check_options, quote, to_bool, to_int, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, filled, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -34,9 +34,6 @@ from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
 from sparsecomm.transport import Comm, transport_of
 from sparsecomm.wire import WireName
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -27,12 +27,7 @@ _exchanges: MutableMapping[torch.Tensor, weakref.ref[AutogradExchange]] = WeakId
 
 @deferred
 class AutogradExchange(GradientExchange):
-    """From `begin` to `remove`, or until this object is deleted, hooks push gradients as backward passes make them.
-
-    Attributes:
-        attached: True from `begin` to `remove`.
-        exchanging: False within `no_sync`.
-    """
+    """From `begin` to `remove`, or until this object is deleted, hooks push gradients as backward passes make them."""
 
     def __init__(
         self, named: NamedParameters, density: Schedule, *, passes: int = 1, **options: Unpack[ExchangeOptions]
@@ -43,7 +38,8 @@ class AutogradExchange(GradientExchange):
         self._hooks: list[RemovableHandle] = []
         self._passes_done = 0  # backward passes since the last exchange
         self._pass_id: int | None = None  # autograd's id of the current backward pass
-        self.attached, self.exchanging = False, True
+        self.attached = False  # True from `begin` to `remove`
+        self.exchanging = True  # False within `no_sync`
 
     def begin(self, *, by_hooks: bool = True) -> None:
         """Begin the exchange. With ``by_hooks``, backward passes push gradients; otherwise only `synchronize` does."""

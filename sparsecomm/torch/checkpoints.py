@@ -6,8 +6,7 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib import parse
@@ -76,7 +75,7 @@ class TorchFormat(Format):
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
         trial = io.BytesIO()
         try:  # test whether the types can be loaded again; the elements of tensors are left out
-            torch.save(mapped(value, torch.Tensor, _drop_elements), trial)
+            torch.save(mapped(value, torch.Tensor, lambda t: t.new_empty(0) if type(t) is torch.Tensor else t), trial)
             torch.load(io.BytesIO(trial.getbuffer()), weights_only=True)
         except pickle.UnpicklingError as error:
             unknown = re.search(r"GLOBAL (\S+)", str(error))
@@ -85,8 +84,14 @@ class TorchFormat(Format):
                 "strings, and lists and dictionaries of them, or types given to torch.serialization.add_safe_globals"
             ) from error
         written = _PolledFile(file)
-        with _checksums():
+        checksums = getattr(torch.serialization, "get_crc32_options", lambda: True)()
+        try:
+            if not checksums:  # the program has turned them off
+                torch.serialization.set_crc32_options(True)
             torch.save(value, written)  # type: ignore[arg-type] # it calls no other methods
+        finally:
+            if not checksums:
+                torch.serialization.set_crc32_options(False)
         if written.error is not None:
             raise written.error
 
@@ -125,27 +130,10 @@ class _PolledFile:
         """Do nothing; the owner of the file flushes it."""
 
 
-def _drop_elements(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty(0) if type(tensor) is torch.Tensor else tensor
-
-
 def _refuse_sharded(tensor: torch.Tensor) -> torch.Tensor:
     if is_sharded(tensor):
         raise InvalidInputError("tensors are sharded over a mesh of other ranks; start with the saved world size")
     return tensor
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Make ``torch.save`` write checksums even if the program has turned them off."""
-    enabled = getattr(torch.serialization, "get_crc32_options", lambda: True)()
-    if not enabled:
-        torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        if not enabled:
-            torch.serialization.set_crc32_options(False)
 
 
 class Stateful:

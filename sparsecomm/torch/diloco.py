@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from sparsecomm.checks import with_options
+from sparsecomm.checks import Unpack, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
 from sparsecomm.local_steps.adapter import Adapter
@@ -31,7 +31,7 @@ from sparsecomm.torch.parameters import TrainedParameters, buffers_of, local, pa
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 
 @deferred

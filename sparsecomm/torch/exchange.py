@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
 from sparsecomm.calls.label import Label, Pairs, by_name
-from sparsecomm.checks import check_options, to_float, with_options
+from sparsecomm.checks import Unpack, check_options, to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import STATE_FIELDS
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -33,9 +33,6 @@ from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, buffers_of, gradient_of, local, overlaps
 from sparsecomm.transport import Comm, transport_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
@@ -67,13 +64,6 @@ class GradientExchange(TrainedParameters):
     """Exchanges the gradients of named parameters by a `Reducer`, and replaces them by means.
 
     The reducer lays out its buckets at the first use, because frameworks may move parameters to another device before.
-
-    Attributes:
-        names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
-        connected: True after the first use of `reducer`, which places it on the parameters' devices.
-        exchanged: True while gradients are means that no optimizer step has used yet.
-        num_steps: steps of the optimizer, which all ranks must share; counted anew after `load_with` and `rebuild`.
-        step_failed: True after an optimizer step that used means has raised: weights may have changed in part.
     """
 
     always_skips_nonfinite = False  # whether a step with NaN is skipped even without a scaler
@@ -90,15 +80,10 @@ class GradientExchange(TrainedParameters):
         check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        """Check the arguments. Nothing is sent.
-
-        Args:
-            named, density, comm, scaler, check_weights_every: as in `SparseState`.
-            options: those of `sparsecomm.Reducer`.
-        """
+        """Check the arguments, which are those of `SparseState`. Nothing is sent."""
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
-        self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
+        self.names = {id(p): name for name, p in {**self._frozen, **self.named}.items()}  # also of frozen parameters
         self._scaler = scaler
         self._scale: float | None = None  # the loss scale of the residuals and velocities
         skips = scaler is not None or self.always_skips_nonfinite
@@ -107,10 +92,12 @@ class GradientExchange(TrainedParameters):
             for name, p in self.named.items()
         }
         self._reducer = Reducer(specs, density, skip_nonfinite=skips, **options)
-        self.connected, self._warned = False, False
+        self.connected = self._warned = False  # `connected`: `reducer` was used, and is on the parameters' devices
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # gradients, and contiguous memory for means
         self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
-        self.exchanged, self.step_failed, self.num_steps = False, False, 0
+        self.exchanged = False  # whether gradients are means that no optimizer step has used yet
+        self.step_failed = False  # an optimizer step that used means has raised: weights may have changed in part
+        self.num_steps = 0  # of the optimizer, the same on all ranks; counted anew after `load_with` and `rebuild`
         self._shared: tuple[list[dict[str, object]], Label] = [], Label.of()  # settings of the latest step
 
     @property

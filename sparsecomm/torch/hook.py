@@ -2,13 +2,11 @@
 
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and requires types.
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.checks import check_options, with_options
+from sparsecomm.checks import Unpack, check_options, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.signals import deferred
@@ -23,9 +21,6 @@ from sparsecomm.torch.exchange import (
     sparse_hook,
 )
 from sparsecomm.torch.parameters import is_sharded, parameters_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @with_options(ExchangeOptions, GradientExchange.__init__)

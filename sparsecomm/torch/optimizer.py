@@ -6,12 +6,12 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
-from sparsecomm.checks import check_options, quote, to_int, with_options
+from sparsecomm.checks import Unpack, check_options, quote, to_int, with_options
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
@@ -23,9 +23,6 @@ from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, is_only
 from sparsecomm.torch.optimizer_state import comparable, reorder, snapshot
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 KEY = "sparsecomm"  # in state_dict
 NAMES = "parameter_names"  # in state_dict, in the optimizer's order of parameters

@@ -36,18 +36,12 @@ _HYBRID = (
 
 @deferred
 class TrainedParameters:
-    """The named parameters of a model. All ranks of ``comm`` hold the same parameters, or the same shards of DTensors.
-
-    Attributes:
-        named: the parameters that require gradients, by name, without the prefixes that wrappers add.
-        comm: the communicator of the ranks.
-        model: returns the model, or ``None`` if it is not known or was deleted.
-    """
+    """The named parameters of a model. All ranks of ``comm`` hold the same ones, or the same shards of DTensors."""
 
     def __init__(self, named: NamedParameters, comm: Comm, clip: object = None) -> None:
         """Check the arguments; ``clip`` is only checked, and must be ``None`` with DTensors. Nothing is sent."""
-        self.model = model_of(named)
-        self.named, self._frozen = _trained_and_frozen(named)
+        self.model = model_of(named)  # returns the model, or None if it is not known or was deleted
+        self.named, self._frozen = _trained_and_frozen(named)  # by name, without the prefixes that wrappers add
         self._owners: list[weakref.ref[Any]] = []  # the model or optimizer that `check_unchanged` looks at
         self._watched: dict[int, torch.Tensor] = {}  # the parameters of the owners at the beginning, by id
         self.sharded = any(map(is_sharded, self.named.values()))

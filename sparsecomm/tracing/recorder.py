@@ -10,7 +10,6 @@ import atexit
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 import time
@@ -22,14 +21,13 @@ from typing import Any
 from weakref import ref
 
 from sparsecomm import config
-from sparsecomm.errors import InvalidInputError, describe
+from sparsecomm.errors import InvalidInputError, describe, log
 from sparsecomm.tracing.observers import EXCHANGE, Observer
 from sparsecomm.transport import Transport, job
 from sparsecomm.wire import CallSignature
 
 MAX_BYTES = 64 * 2**20  # length of a file at which the next call begins a new one
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_log = logging.getLogger("sparsecomm")
 _files: dict[Path, TraceFile] = {}  # of this process: one, or one per simulated rank
 
 
@@ -122,7 +120,7 @@ class TraceFile:
 
     def _give_up(self, error: OSError) -> None:
         self._file = -1
-        _log.warning("rank %s: SPARSECOMM_TRACE: stopped writing events: %s", self.rank, describe(error))
+        log.warning("rank %s: SPARSECOMM_TRACE: stopped writing events: %s", self.rank, describe(error))
 
 
 def _line(**event: object) -> str:

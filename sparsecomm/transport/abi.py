@@ -109,10 +109,7 @@ def library() -> Path | None:
     from mpi4py import MPI
 
     address = _called_by(MPI.__file__)
-    for begin, end, file in _mapped():
-        if begin <= address < end:
-            return file
-    return None
+    return next((file for begin, end, file in _mapped() if begin <= address < end), None)
 
 
 def libraries() -> list[Path]:

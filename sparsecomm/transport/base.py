@@ -110,24 +110,15 @@ class TrafficCounters:
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """The traffic with one peer since the transport was made.
+    """The traffic with one peer since the transport was made."""
 
-    Attributes:
-        rank: the peer.
-        bytes_sent, bytes_received: over process groups, including framing.
-        seconds: time with queued or unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer.
-        round_trip: shortest round trip observed, in seconds; 0 if unknown, as over MPI.
-        retransmits: number of retransmitted TCP segments; 0 over MPI.
-        connections: number of TCP connections to the peer; 0 if unknown, as over MPI.
-    """
-
-    rank: int
-    bytes_sent: int
+    rank: int  # the peer
+    bytes_sent: int  # over process groups, including framing
     bytes_received: int
-    seconds: float
-    round_trip: float = 0.0
-    retransmits: int = 0
-    connections: int = 0
+    seconds: float  # with queued or unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer
+    round_trip: float = 0.0  # the shortest observed, in seconds; 0 if unknown, as over MPI
+    retransmits: int = 0  # TCP segments; 0 over MPI
+    connections: int = 0  # of TCP; 0 if unknown, as over MPI
 
     @property
     def rate(self) -> float:
@@ -140,49 +131,29 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the bytes may be reused. A second wait returns immediately.
-
-        Raises:
-            TimeoutError, RankFailedError, TransportError, CollectiveMismatchError: as `Transport.receive`.
-        """
+        """Wait until the bytes may be reused. A second wait returns immediately. Raises as `Transport.receive`."""
 
 
 class Transport(ABC):
-    """Point-to-point messages between ``size`` ranks. Messages between two ranks arrive in the order sent.
+    """Point-to-point messages between ``size`` ranks. Messages between two ranks arrive in the order sent."""
 
-    Attributes:
-        rank, size: as in MPI.
-        number: number of the latest call; 0 before the first.
-        last_success: number of the latest call that succeeded on this rank; 0 if none has.
-        counters: traffic of this rank.
-        node_of_rank: node number of each rank. Nodes are numbered from 0 in the order of their first ranks.
-        num_nodes: number of nodes.
-        timeout: maximum seconds of a wait, in the latest call.
-        skipped: name of the error that kept this rank from beginning a call. It may be one call behind the other ranks.
-            Empty if there was none since its last successful call.
-        contents: returns the latest call's names and values, such as its step, for error messages.
-        library: name and version of the library that moves the bytes.
-        device_memory: whether `isend` and `receive` accept CUDA device memory.
-        simulated: whether the ranks run in one process, in virtual time.
-        threaded: whether one thread may make calls while other threads use the same library.
-        queue: the `sparsecomm.calls.queue.CallQueue` of this transport; None before the first call.
-    """
-
-    rank: int
+    rank: int  # as in MPI
     size: int
-    number: int
-    last_success = 0
-    counters: TrafficCounters
-    node_of_rank: Sequence[int]
+    number: int  # of the latest call; 0 before the first
+    last_success = 0  # number of the latest call that succeeded on this rank; 0 if none has
+    counters: TrafficCounters  # of this rank
+    node_of_rank: Sequence[int]  # nodes are numbered from 0 in the order of their first ranks
     num_nodes: int
-    timeout: float
-    contents: Callable[[], Iterable[tuple[str, object]]] = tuple
-    library: str
-    device_memory = False
-    simulated = False
-    threaded = False
+    timeout: float  # maximum seconds of a wait, in the latest call
+    contents: Callable[[], Iterable[tuple[str, object]]] = tuple  # the latest call's names and values, for errors
+    library: str  # name and version of the library that moves the bytes
+    device_memory = False  # whether `isend` and `receive` accept CUDA device memory
+    simulated = False  # whether the ranks run in one process, in virtual time
+    threaded = False  # whether one thread may make calls while other threads use the same library
+    # The name of the error that kept this rank from beginning a call. It may be one call behind the other ranks. Empty
+    # if there was none since its last successful call.
     skipped = ""
-    queue: Any = None  # the layer above defines its type
+    queue: Any = None  # the `CallQueue` of the layer above; None before the first call
 
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""
@@ -223,9 +194,7 @@ class Transport(ABC):
         """Vote that this rank has completed the current call. If this returns, the call counts on this rank.
 
         If MPI survives dead ranks, wait for all votes: the call counts on all ranks or on none. Otherwise do nothing.
-
-        Raises:
-            TransportError, CollectiveMismatchError: the call counts on no rank. `abort` must follow.
+        After a `TransportError` or `CollectiveMismatchError` the call counts on no rank, and `abort` must follow.
         """
 
     @property
@@ -248,13 +217,8 @@ class Transport(ABC):
     def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
         """Exchange the contents of the current call with ``peer``, whose call differs, before `abort`.
 
-        Signal handlers wait until it returns.
-
-        Returns:
-            The peer's contents, perhaps damaged; ``None`` if they do not arrive within a few seconds.
-
-        Raises:
-            CollectiveMismatchError, TransportError: meanwhile a rank has left the call.
+        Signal handlers wait until it returns the peer's contents, perhaps damaged, or ``None`` if they do not arrive
+        within a few seconds. Raises `CollectiveMismatchError` or `TransportError` if meanwhile a rank leaves the call.
         """
         return None
 
@@ -310,10 +274,7 @@ class Transport(ABC):
 
     def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         """Send ``data`` to rank ``to`` while receiving from rank ``source``; return the received message."""
-        request = self.isend(data, to, memory)
-        message = self.receive(source, memory, expected)
-        request.wait()
-        return message
+        return self.exchange_all([(to, data)], [source], memory, expected)[0]
 
     def exchange_all(
         self,
@@ -340,13 +301,8 @@ class Transport(ABC):
     def broadcast(self, data: Bytes, root: int) -> None:
         """Copy ``data`` of rank ``root`` to all ranks, in place. Collective; must be called between calls.
 
-        Args:
-            data: contiguous bytes in host memory, of the same length on all ranks.
-            root: a rank.
-
-        Raises:
-            TimeoutError: no data arrived for `timeout` seconds. ``data`` may still be overwritten.
-            RankFailedError, TransportError: a rank died, or the underlying library failed.
+        ``data``: contiguous bytes in host memory, of the same length on all ranks. After a `TimeoutError` it may still
+        be overwritten. Other errors: as `receive`.
         """
         if self.rank == root:
             for request in [self.isend(data, to) for to in range(self.size) if to != root]:

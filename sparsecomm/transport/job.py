@@ -93,10 +93,7 @@ def check_alone(problem: str, advice: str) -> None:
 def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Sequence[Path] = ()) -> None:
     """Call `check_alone` for a process whose MPI world has only one rank.
 
-    Args:
-        mpi: name and version of MPI.
-        library: its file, if known.
-        libraries: files of all MPIs that this process has loaded.
+    ``library``: the file of the MPI called ``mpi``, if known. ``libraries``: those of all MPIs in this process.
     """
     launchers = [launch.launcher for launch in launches()]
     where = f" in {library}" if library else ""

@@ -85,20 +85,16 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     def _prepare_call(self) -> None:
         self.tag = 1 + self.number % _NUM_TAGS
         self._receive_control(0.0)
-        if self._abandoned:
-            self._discard_abandoned()
+        # Discard the data of abandoned calls. Forget calls whose tags will soon be used again.
+        self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
+        for number in self._abandoned:
+            self.discard(1 + number % _NUM_TAGS)
         self.reap()
         super()._prepare_call()
 
     def _abandon(self, number: int) -> None:
         self._clean = False
         self._abandoned.append(number)
-
-    def _discard_abandoned(self) -> None:
-        """Receive and discard the data of abandoned calls. Forget calls whose tags will soon be used again."""
-        self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
-        for number in self._abandoned:
-            self.discard(1 + number % _NUM_TAGS)
 
     def _continue_after(self, number: int) -> None:
         for skipped in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):
@@ -217,7 +213,14 @@ class _Setup:
             if self._error is not None:
                 raise self._error
             try:
-                done = [request.Test() for request in self._started(comm)]  # test all: each test lets MPI progress
+                # Start the all-gather first. A duplication takes tags of `comm` whenever a thread lets MPI progress
+                # (open-mpi/ompi#2025), so an all-gather after it could have different tags on different ranks.
+                if not self._requests:
+                    self._requests.append(comm.Iallgather([self._own_record, MPI.BYTE], [self._records, MPI.BYTE]))
+                if self._private is None:
+                    self._private, request = comm.Idup()
+                    self._requests.append(request)
+                done = [request.Test() for request in self._requests]  # test all: each test lets MPI progress
             except MPI.Exception as error:
                 self._error = error
                 raise
@@ -229,19 +232,6 @@ class _Setup:
                 self.transport = cls(self._private, tokens[0][:-1], limit, job.number_nodes(node_ids))
                 _kept_alive.remove(self)
             return self.transport is not None
-
-    def _started(self, comm: MPI.Intracomm) -> list[MPI.Request]:
-        """Start the operations that have not been started; return all requests.
-
-        Start the all-gather first. A duplication takes tags of ``comm`` whenever a thread lets Open MPI progress
-        (open-mpi/ompi#2025), so an all-gather after it could have different tags on different ranks.
-        """
-        if not self._requests:
-            self._requests.append(comm.Iallgather([self._own_record, MPI.BYTE], [self._records, MPI.BYTE]))
-        if self._private is None:
-            self._private, request = comm.Idup()
-            self._requests.append(request)
-        return self._requests
 
 
 def _all_true(value: bool, comm: MPI.Comm) -> bool:

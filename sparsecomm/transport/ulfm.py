@@ -81,15 +81,11 @@ class Agreement:
     """The votes on the calls of a transport: one per call and rank, in the order of call numbers.
 
     MPI pairs the votes of all ranks in their order, so a rank also votes on call numbers that it skips.
-
-    Attributes:
-        voted: the latest call on which this rank has voted.
-        approved: the latest call for which it has voted.
     """
 
     def __init__(self, comm: MPI.Comm, spin: float) -> None:
         """Vote on the calls of ``comm``, beginning with call 1. ``spin``: seconds of busy waiting."""
-        self.voted = self.approved = 0
+        self.voted = self.approved = 0  # the latest call on which this rank has voted, and for which it has voted
         self._comm, self._spin, self._lock = comm, spin, Lock()
         self._open: dict[int, tuple[MPI.Request, array[int]] | None] = {}  # votes whose decision has not been read
         self._decision = 0, False  # the latest call whose decision has been read, and the decision

@@ -94,10 +94,8 @@ def _ns(seconds: float) -> str:
 def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
     """Return the candidates, the cheapest first.
 
-    Candidates of equal cost keep the order of `alternatives` and, for one algorithm, the order of `WIRES`.
-
-    Raises:
-        InvalidInputError: no algorithm in ``query`` supports such a call.
+    Candidates of equal cost keep the order of `alternatives` and, for one algorithm, the order of `WIRES`. Raise
+    `InvalidInputError` if no algorithm in ``query`` supports such a call.
     """
     return _candidates(query, costs, len(ALGORITHMS))
 

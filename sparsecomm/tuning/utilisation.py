@@ -127,8 +127,7 @@ class _Call(NamedTuple):
 def predict(training: Training, network: Network, exchange: Exchange, costs: Costs = DEFAULT) -> Prediction:
     """Predict the time and the utilisation of a training. ``costs`` gives the work, and the messages inside a site.
 
-    Raises:
-        InvalidInputError: the algorithm does not exist, or does not support such a call.
+    Raise `InvalidInputError` if the algorithm does not exist, or does not support such a call.
     """
     slower = max(1.0, 1 / training.cores_per_rank)
     scaled = {name: slower * getattr(costs, name) for name in ("select", "merge", "codec", "add", "call")}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps import exchange, rebuild
+from sparsecomm.local_steps import exchange, local_steps
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import SHAPES, Arrays, initial, made, train
 from tests.ranks import run
@@ -121,7 +121,7 @@ def test_a_new_rank_that_does_not_fit_is_told_to_all(
             local, mine = old[transport.rank]
         else:
             if version := others.pop("version", None):
-                monkeypatch.setattr(rebuild, "version", lambda _: version)
+                monkeypatch.setattr(local_steps, "version", lambda _: version)
             local = made(transport, parameters, **(SETTINGS | {"outer": sc.NesterovSGD()} | others))
             mine = parameters
         with pytest.raises(sc.CollectiveMismatchError, match=message):

@@ -84,8 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def parse(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the options of `add_arguments` with ``counts``, the sizes in elements, and ``dtype`` as a `DType`.
 
-    Raises:
-        InvalidInputError: options contradict each other, or need a package that is not installed.
+    Raise `InvalidInputError` if options contradict each other, or need a package that is not installed.
     """
     dtype, wires = DTYPES[arguments.dtype], arguments.wires
     if dtype.name == "bfloat16":
@@ -115,10 +114,7 @@ def parse(arguments: argparse.Namespace) -> argparse.Namespace:
 def check_memory(grid: argparse.Namespace, ranks: int, local: int, available: int | None) -> None:
     """Raise `InvalidInputError` if the largest size needs more than the ``available`` bytes of this machine.
 
-    Args:
-        grid: the result of `parse`.
-        ranks, local: number of all ranks, and of ranks on this machine.
-        available: ``None`` if unknown.
+    ``local``: the number of ranks on this machine. ``available``: ``None`` if unknown.
     """
     n, itemsize, accumulator = max(grid.counts), grid.dtype.itemsize, grid.dtype.accumulator.itemsize
     # Gradient, out, residual and a copy of it; a dense sum and its segments in flight, or the entries of all ranks.

@@ -82,9 +82,7 @@ class Bench:
             "algbw_gb_per_s": size / median / 1e3,
             "busbw_gb_per_s": size / median / 1e3 * 2 * (P - 1) / P,
             "wrong": sum(comm.allgather(wrong)) if grid.check else None,  # elements, over all ranks and calls
-            "breakdown_us": _breakdown(all_times, median)
-            if grid.breakdown
-            else None,  # parts that add up to the median
+            "breakdown_us": _breakdown(all_times, median) if grid.breakdown else None,  # adds up to the median
         }
 
     def _check(self, runner: Ours) -> Check:

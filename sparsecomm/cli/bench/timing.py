@@ -93,8 +93,7 @@ class Vectors:
 class Clock:
     """Observes calls and counts the seconds of each part since the last `reset`.
 
-    Args:
-        wait: waits for the work that a part has started on a CUDA device; this time counts in that part.
+    ``wait`` waits for the work that a part has started on a CUDA device; this time counts in that part.
     """
 
     def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
@@ -130,12 +129,7 @@ class Clock:
 
 
 class Ours:
-    """An algorithm of sparsecomm: a step is a call of `sparse_allreduce` with a residual and a dense result.
-
-    Attributes:
-        taken: algorithm and wire format of the calls, which "auto" may have chosen.
-        clock: of the parts of calls, with ``breakdown``.
-    """
+    """An algorithm of sparsecomm: a step is a call of `sparse_allreduce` with a residual and a dense result."""
 
     def __init__(
         self, name: str, vectors: Vectors, k: int, wire: str = "auto", dtype: str = "float32", breakdown: bool = False
@@ -145,7 +139,7 @@ class Ours:
         self.transport = transport_of(vectors.comm)
         options: dict[str, Any] = {"dtype": dtype, **self._options}
         self.explained = sc.explain(vectors.n, k, comm=self.transport, **options)
-        self.taken = self.explained.candidates[0]
+        self.taken = self.explained.candidates[0]  # algorithm and wire format, which "auto" may have chosen
         self.clock = Clock.of(self.transport, vectors.memory.wait) if breakdown else None
 
     def reset(self) -> None:

@@ -126,8 +126,7 @@ class Measured:
 def measure(transport: Transport, comm: World, seconds: float) -> Measured:
     """Measure the links between nodes, or between ranks if there is one node. Collective.
 
-    Args:
-        seconds: approximate duration of the messages, and of each of six groups of streams.
+    ``seconds``: approximate duration of the messages, and of each of six groups of streams.
     """
     nodes = list(transport.node_of_rank)
     members = list(dict.fromkeys(nodes.index(node) for node in nodes)) if transport.num_nodes > 1 else range(len(nodes))
@@ -142,13 +141,11 @@ def measure(transport: Transport, comm: World, seconds: float) -> Measured:
 def addresses(comm: World, members: Sequence[int]) -> tuple[list[str | None], list[str], list[str]]:
     """Find the addresses over which ``members`` communicate, from the TCP connections of their processes.
 
-    Collective, after messages between all members.
-
-    Returns:
-        The address of each rank, or ``None`` if it has no connection to other members; all addresses with the names of
-        their interfaces; and warnings.
+    Collective, after messages between all members. Return the address of each rank, or ``None`` if it has no connection
+    to other members; all addresses with the names of their interfaces; and warnings.
     """
-    every = comm.allgather((_connections(), _interfaces()))
+    own = {name: found for _, name in socket.if_nameindex() if (found := ipv4_address(name)) is not None}
+    every = comm.allgather((_connections(), own))  # `own`: addresses by name of the interface
     by_rank: list[str | None] = []
     interfaces: list[str] = []
     problems = []
@@ -188,12 +185,6 @@ def _connections() -> list[tuple[Address, Address]]:
 def _address(name: Any) -> Address:
     host, port = name[:2]
     return host.removeprefix("::ffff:"), port  # an IPv4 address in IPv6 notation
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each network interface, by the interface's name."""
-    names = [name for _, name in socket.if_nameindex()]
-    return {name: address for name in names if (address := ipv4_address(name)) is not None}
 
 
 # -- streams of TCP ---------------------------------------------------------------------------------------------------
@@ -262,7 +253,10 @@ def _streams(
         server = None
         if rank in pairs.values():
             try:
-                server = sockets.enter_context(_listening(str(addresses[rank]), count))
+                own = str(addresses[rank])
+                family = socket.AF_INET6 if ":" in own else socket.AF_INET
+                server = sockets.enter_context(socket.create_server((own, 0), family=family, backlog=count))
+                server.settimeout(2 * _CONNECT)
                 port = server.getsockname()[1]
             except OSError as error:
                 problem = f"rank {rank} cannot listen on {addresses[rank]}: {error}"
@@ -286,13 +280,6 @@ def _streams(
         if rank in pairs:
             return _send_until(connections, end)
         return Report(_receive_until(connections, end - seconds / 2, end)) if connections else Report()
-
-
-def _listening(address: str, count: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    server = socket.create_server((address, 0), family=family, backlog=count)
-    server.settimeout(2 * _CONNECT)
-    return server
 
 
 def _receive_until(connections: Sequence[socket.socket], begin: float, end: float) -> float:

@@ -82,11 +82,9 @@ class Scheduler:
         self._ready: list[tuple[float, int]] = []  # a heap of (earliest time to run, rank)
 
     def run(self, task: Callable[[int], None], starts: Sequence[float], break_deadlock: Callable[[], None]) -> None:
-        """Run ``task(rank)``, which must not raise, for every rank until all have returned.
+        """Run ``task(rank)``, which must not raise, for every rank from ``starts[rank]`` on, until all have returned.
 
-        Args:
-            starts: start time of each rank.
-            break_deadlock: called when all ranks that have not returned sleep; must wake at least one.
+        ``break_deadlock`` is called when all ranks that have not returned sleep; it must wake at least one.
         """
         greenlets = [self._greenlet(task, parent=self._hub) for _ in starts]
         self._ready = [(time, rank) for rank, time in enumerate(starts)]
@@ -175,7 +173,8 @@ class World:
                 t.compute(t.timeout)
                 t.wake()
             return
-        for_finished = [(t, source) for t, source in stuck if not self.ranks[source]._sleeps]
+        sleeping = {t.rank for t in self.ranks if t._source is not None or t._listening}
+        for_finished = [(t, source) for t, source in stuck if source not in sleeping]
         for t, source in for_finished or stuck:
             state = f"rank {source} has finished" if for_finished else ""
             t._wake_if_raises(partial(t._time_out, source, state))
@@ -315,10 +314,6 @@ class SimulatedTransport(FailureDetector):
         """End this rank's wait, at time ``seconds`` or at its clock, whichever is later."""
         self._source, self._listening = None, False
         self._world.scheduler.wake(self.rank, max(self.seconds, seconds))
-
-    @property
-    def _sleeps(self) -> bool:
-        return self._source is not None or self._listening
 
     def _wake_if_raises(self, check: Callable[[], None]) -> bool:
         """Call ``check``. If it raises, make this rank's wait raise the same error, and return true."""
