@@ -73,6 +73,10 @@ cdef class Scratch:
 
     cdef Memory memory
 
+    def release(self):
+        """Return memory that is kept to the system, except for a small amount."""
+        self.memory.release()
+
 
 @cython.no_gc
 cdef class Block:

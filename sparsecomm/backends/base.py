@@ -432,7 +432,7 @@ class Backend:
     # -- packed entries: sparsecomm/wire/formats.py -------------------------------------------------------------------
 
     def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
-        """Return the entries with values rounded to a kind, and the rounding errors, both without zeros."""
+        """Return the entries with values rounded to a kind, without zeros, and the rounding errors, even if zero."""
         rounded, errors, zeros = self.quantize_values(entries.values, kind)
         narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
@@ -444,8 +444,7 @@ class Backend:
             rounded, more, zeros = self.quantize_values(narrow.values, kind)
             narrow.values = rounded
             errors[positions] += more
-        present = self.not_zero(errors)
-        return narrow, lost if present.all() else lost.at(present)
+        return narrow, lost
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
         """Return rounded values, the errors (values - rounded; 0 if not finite), and the number of rounded zeros."""

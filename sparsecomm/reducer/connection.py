@@ -140,6 +140,7 @@ class Connection:
         specs, settings: the reducer's tensors and options.
         transport: ``None`` before `connect` or `move`; the attributes below do not exist then.
         queue: makes the reducer's calls.
+        backends: for all work outside calls.
         number: number of this reducer among the reducers that use the queue.
         buckets: the reducer's buckets.
     """
@@ -151,7 +152,7 @@ class Connection:
     def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
         self.specs, self.settings, self._comm = specs, settings, comm
         self.transport: Transport | None = None
-        self._backends = Backends()  # for all work outside calls
+        self.backends = Backends()
 
     def connect(self) -> Transport:
         """Make the connection and the buckets, and return the transport."""
@@ -163,7 +164,7 @@ class Connection:
         """Return new buckets of zeros, to replace `buckets`."""
         assert self.transport is not None
         size = self.transport.size
-        return Buckets(self.specs, self.settings, self._backends, self.number, bucket_bytes, size)
+        return Buckets(self.specs, self.settings, self.backends, self.number, bucket_bytes, size)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class Connection:
         """
         queue = queue_of(transport)
         number = self._number_on(queue)
-        buckets = Buckets(self.specs, self.settings, self._backends, number, bucket_bytes, transport.size)
+        buckets = Buckets(self.specs, self.settings, self.backends, number, bucket_bytes, transport.size)
         if keep:
             with self.buckets.on_current_stream():
                 lag = any(bucket.units_lag for bucket in self.buckets.all)

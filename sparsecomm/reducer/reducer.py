@@ -457,6 +457,11 @@ class Reducer:
 
         return PreparedState({key: found[key] for key in REDUCER.keys}, commit, found, buckets=buckets)
 
+    def release_memory(self) -> None:
+        """Return memory that is kept for later calls to the system, except for small amounts."""
+        self._connection.queue.backends.release()
+        self._connection.backends.release()
+
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device. Its contents change with every step."""
         with self._lock:
