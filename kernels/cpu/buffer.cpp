@@ -17,9 +17,9 @@ void Scratch::shrink(size_t bytes) noexcept {
     }
 }
 
-void Scratch::release() noexcept {
+void Scratch::release(size_t keep) noexcept {
     if (busy_.test_and_set(std::memory_order_acquire)) return;
-    shrink(KEEP_RELEASED);
+    shrink(keep);
     busy_.clear(std::memory_order_release);
 }
 

@@ -31,9 +31,9 @@ class Backends:
             self._cuda.setdefault(device.index, cuda.of(device.index))
         return self._cuda[device.index]
 
-    def release(self) -> None:
-        """Return host memory that is kept for later calls to the system, except for a small amount."""
-        self._scratch.release()
+    def release(self, keep: int) -> None:
+        """Return host memory that is kept for later calls to the system, except for ``keep`` bytes."""
+        self._scratch.release(keep)
 
 
 class _ThreadBackends(threading.local):

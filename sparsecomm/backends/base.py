@@ -97,6 +97,10 @@ class Backend:
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
         """Return an array of ``count`` zeros."""
 
+    def empty(self, count: int, like: Array) -> Array:
+        """Return an uninitialized array of the dtype of ``like``, in memory that is reused if possible."""
+        return np.empty_like(like, shape=count)  # dispatches to CuPy
+
     def as_tensor(self, array: Array, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         """Return a flat array as a writable tensor of ``shape``. Shares memory.
 
@@ -412,7 +416,9 @@ class Backend:
         positions = pairwise(self.searchsorted(entries, boundaries))
         found = []
         for (begin, end), (first, last) in zip(ranges, positions, strict=True):
-            indices = (entries.indices[first:last] - begin).astype(index_dtype(end - begin), copy=False)
+            indices = self.empty(last - first, entries.indices)
+            library_of(indices).subtract(entries.indices[first:last], indices.dtype.type(begin), out=indices)
+            indices = indices.astype(index_dtype(end - begin), copy=False)
             found.append(SparseVector.trusted(indices, entries.values[first:last], end - begin, (end - begin,)))
         return found
 

@@ -34,6 +34,7 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
 
 _log = logging.getLogger("sparsecomm")
+_KEEP = 1 << 21  # bytes of scratch memory that `Reducer.release_memory` keeps at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,9 +459,10 @@ class Reducer:
         return PreparedState({key: found[key] for key in REDUCER.keys}, commit, found, buckets=buckets)
 
     def release_memory(self) -> None:
-        """Return memory that is kept for later calls to the system, except for small amounts."""
-        self._connection.queue.backends.release()
-        self._connection.backends.release()
+        """Return memory that is kept for later calls to the system, except for about half a byte per element."""
+        keep = max(_KEEP, sum(spec.size for spec in self._specs.values()) // 2)
+        self._connection.queue.backends.release(keep)
+        self._connection.backends.release(keep)
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device. Its contents change with every step."""

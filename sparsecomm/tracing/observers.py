@@ -87,8 +87,8 @@ class ObservedBackends(Backends):
     def of(self, device: Device) -> Backend:
         return observed(self._backends.of(device), self._observer)
 
-    def release(self) -> None:
-        self._backends.release()
+    def release(self, keep: int) -> None:
+        self._backends.release(keep)
 
 
 class Forwarding:
