@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
@@ -256,8 +256,8 @@ class Contribution:
         """Select the top-k between two indices, and remove it from the residual if there is one."""
         part, index = self._range(begin, end), index_dtype(self.size)
         first = self.backend.topk(part, k, None) if self._residual is None else self._take_topk(part, k)
-        indices, offset = first.indices.astype(index, copy=False), index.type(begin)
-        entries = SparseVector.trusted(indices, first.values, self.size, self.shape)
+        indices: Any = first.indices.astype(index, copy=False)
+        entries, offset = SparseVector.trusted(indices, first.values, self.size, self.shape), index.type(begin)
         removed = self._residual, entries
         indices += offset  # in place, which needs no memory
         if self._residual is not None:
