@@ -14,7 +14,7 @@
   own work, with a gradient that is there: its time over that of PyTorch's fused AdamW. With ``--simulated``, the work
   of one of so many simulated ranks, which includes encoding and decoding messages.
 - ``memory``: how much the resident memory of a rank grows per weight, with its gradient and everything that
-  `SparseAdamW` keeps from step to step.
+  `SparseAdamW` keeps: from step to step, and at the peak in a step. Linux only.
 - ``hook``: what the hook costs where the network is infinitely fast: one rank, against a hook that does nothing, in
   times of reading all gradients twice.
 - ``overlap``: the fraction of the exchange time that overlap with computation of the same length does not hide.
@@ -147,24 +147,26 @@ def memory(args: argparse.Namespace) -> None:
         named = [(str(i), torch.nn.Parameter(torch.zeros(elements // args.parts))) for i in range(args.parts)]
         optimizer = sct.SparseAdamW(named)
         for _ in range(args.steps):
+            optimizer.zero_grad()
             for _, parameter in named:
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step()
         trained.append((named, optimizer))
 
-    def resident() -> int:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+    def resident(line: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(each.split()[1]) << 10 for each in lines if each.startswith(line))
 
     trained: list[Any] = []
     train(args.parts * 4096)  # loads what is imported when it is first used
-    before = resident()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     train(args.elements)
+    after, peak = ((resident(line) - before) / args.elements for line in ("VmRSS", "VmHWM"))
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        print(
-            f"{torch.distributed.get_world_size()} ranks: {(resident() - before) / args.elements:.1f} bytes per weight"
-        )
+        ranks = torch.distributed.get_world_size()
+        print(f"{ranks} ranks: {after:.1f} bytes per weight after {args.steps} steps, {peak:.1f} at the peak in a step")
 
 
 def _own_work(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
@@ -84,7 +84,7 @@ class Contribution:
         self._removed: list[tuple[Tensor | None, SparseVector]] = []  # entries removed from a range of the residual
         self._took_whole = False
         self._replacement: tuple[Tensor, Array] | None = None  # a range of the residual, and its values after `commit`
-        self._overwritten: tuple[Tensor, SparseVector] | None = None  # a range, and its entries before sums were added
+        self._overwritten: SparseVector | None = None  # entries of the residual before sums were added
         self._dropped: list[SparseVector] = []
         self._committed = 0  # completed steps of `commit`
 
@@ -130,9 +130,7 @@ class Contribution:
         self._add_gradient()
         self._parts = found = []
         for begin, end, k in ranges:
-            part = self._range(begin, end)
-            first = self.backend.topk(part, k, None) if self._residual is None else self._take_topk(part, k)
-            found.append(self.concatenate([first], [begin]))
+            found.append(self._take_topk_between(begin, end, k))
         return found
 
     def topk_of_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
@@ -142,21 +140,20 @@ class Contribution:
         """
         backend, residual = self.backend, self._residual
         self._add_gradient()
+        addends = backend.sum_in_pairs([*received]) if received else None
+        if residual is not None and residual.dtype.itemsize > 2:
+            if addends is not None:
+                before = backend.values_of(residual, addends.indices)
+                self._overwritten = SparseVector.trusted(addends.indices, before, addends.size, addends.shape)
+                backend.scatter_add(residual, addends)
+            return self._take_topk_between(begin, end, k)
         part = self._range(begin, end)
-        in_place = residual is not None and residual.dtype.itemsize > 2  # 16-bit residuals would round the sums
-        dense = part if in_place else backend.as_tensor(backend.accumulate(part, None), (end - begin,))
-        if received:
-            (addends,) = backend.split_at_indices(backend.sum_in_pairs([*received]), [begin, end])
-            if in_place:
-                before = backend.memory_of(part)[addends.indices]
-                self._overwritten = part, SparseVector.trusted(addends.indices, before, addends.size, addends.shape)
-            backend.scatter_add(dense, addends)
-        if in_place:
-            first = self._take_topk(part, k)
-        else:
-            first = backend.take_topk(dense, k)
-            if residual is not None:
-                self._replacement = part, backend.memory_of(dense)
+        dense = backend.as_tensor(backend.accumulate(part, None), (end - begin,))  # 16 bits would round the sums
+        if addends is not None:
+            backend.scatter_add(dense, *backend.split_at_indices(addends, [begin, end]))
+        first = backend.take_topk(dense, k)
+        if residual is not None:
+            self._replacement = part, backend.memory_of(dense)
         return self.concatenate([first], [begin])
 
     def drop(self, entries: SparseVector) -> None:
@@ -202,8 +199,8 @@ class Contribution:
             self.backend.scatter_add(residual, entries)
             self._removed.pop()
         if self._overwritten is not None:
-            self.backend.clear(*self._overwritten)
-            self.backend.scatter_add(*self._overwritten)
+            self.backend.clear(self._residual, self._overwritten)
+            self.backend.scatter_add(self._residual, self._overwritten)
             self._overwritten = None
 
     def _take(self, k: int) -> SparseVector:
@@ -253,6 +250,18 @@ class Contribution:
         """Select the top-k of a range of the residual, and remove it."""
         entries = self.backend.take_topk(residual, k)
         self._removed.append((residual, entries))
+        return entries
+
+    def _take_topk_between(self, begin: int, end: int, k: int) -> SparseVector:
+        """Select the top-k between two indices, and remove it from the residual if there is one."""
+        part, index = self._range(begin, end), index_dtype(self.size)
+        first = self.backend.topk(part, k, None) if self._residual is None else self._take_topk(part, k)
+        indices: Any = first.indices.astype(index, copy=False)
+        entries, offset = SparseVector.trusted(indices, first.values, self.size, self.shape), index.type(begin)
+        removed = self._residual, entries
+        indices += offset  # in place, which needs no memory
+        if self._residual is not None:
+            self._removed[-1] = removed
         return entries
 
     def _apply_decay(self) -> None:

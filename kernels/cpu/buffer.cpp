@@ -1,13 +1,26 @@
 #include "buffer.hpp"
 
 #include <cstdint>
-#include <cstdlib>
 #include <new>
+
+#include <sys/mman.h>
 
 namespace sparsecomm {
 
-Scratch::~Scratch() {
-    for (size_t i = 0; i < count_; i++) std::free(kept_[i].memory);
+Scratch::~Scratch() { shrink(0); }
+
+void Scratch::shrink(size_t bytes) noexcept {
+    while (bytes_ > bytes) {
+        const Block block = kept_[--count_];
+        bytes_ -= block.bytes;
+        munmap(block.memory, block.bytes);
+    }
+}
+
+void Scratch::release(size_t keep) noexcept {
+    if (busy_.test_and_set(std::memory_order_acquire)) return;
+    shrink(keep);
+    busy_.clear(std::memory_order_release);
 }
 
 void* Scratch::take(size_t bytes, size_t* granted) {
@@ -29,10 +42,10 @@ void* Scratch::take(size_t bytes, size_t* granted) {
             return block.memory;
         }
     }
-    if (bytes > SIZE_MAX - 128) throw std::bad_alloc();
-    const size_t rounded = (bytes + 127) / 64 * 64;
-    void* memory = std::aligned_alloc(64, rounded);
-    if (!memory) throw std::bad_alloc();
+    if (bytes > SIZE_MAX - PAGE) throw std::bad_alloc();
+    const size_t rounded = (bytes + PAGE) / PAGE * PAGE;
+    void* memory = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
     *granted = rounded;
     return memory;
 }
@@ -47,7 +60,7 @@ void Scratch::give(void* memory, size_t granted) noexcept {
         busy_.clear(std::memory_order_release);
         if (keep) return;
     }
-    std::free(memory);
+    munmap(memory, granted);
 }
 
 }  // namespace sparsecomm

@@ -19,6 +19,7 @@ class Scratch {
 
     void* take(size_t bytes, size_t* granted);  // throws std::bad_alloc
     void give(void* memory, size_t granted) noexcept;
+    void release(size_t keep) noexcept;  // return memory that is kept to the system, except for ``keep`` bytes
 
   private:
     struct Block {
@@ -27,6 +28,9 @@ class Scratch {
     };
     static constexpr size_t KEEP_BLOCKS = 64;              // maximum kept between calls
     static constexpr size_t KEEP_BYTES = size_t(1) << 28;  // maximum bytes kept
+    static constexpr size_t PAGE = 4096;
+
+    void shrink(size_t bytes) noexcept;
 
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
     Block kept_[KEEP_BLOCKS];

@@ -31,6 +31,10 @@ class Backends:
             self._cuda.setdefault(device.index, cuda.of(device.index))
         return self._cuda[device.index]
 
+    def release(self, keep: int) -> None:
+        """Return host memory that is kept for later calls to the system, except for ``keep`` bytes."""
+        self._scratch.release(keep)
+
 
 class _ThreadBackends(threading.local):
     def __init__(self) -> None:

@@ -9,6 +9,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Scratch:
     """Memory that the backends of one owner reuse from call to call."""
 
+    def release(self, keep: int) -> None: ...
+
 AT_ONCE: AbstractContextManager[None]
 
 class CpuBackend(Backend):

@@ -73,6 +73,10 @@ cdef class Scratch:
 
     cdef Memory memory
 
+    def release(self, size_t keep):
+        """Return memory that is kept to the system, except for ``keep`` bytes."""
+        self.memory.release(keep)
+
 
 @cython.no_gc
 cdef class Block:
@@ -344,6 +348,9 @@ class CpuBackend(Backend):
 
     def zeros(self, count, dtype):
         return np.zeros(count, dtype)
+
+    def empty(self, count, like):
+        return empty(self.scratch, count, like.dtype.num)
 
     # -- selection ----------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,10 @@ class Backend:
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
         """Return an array of ``count`` zeros."""
 
+    def empty(self, count: int, like: Array) -> Array:
+        """Return an uninitialized array of the dtype of ``like``, in memory that is reused if possible."""
+        return np.empty_like(like, shape=count)  # dispatches to CuPy
+
     def as_tensor(self, array: Array, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         """Return a flat array as a writable tensor of ``shape``. Shares memory.
 
@@ -421,7 +425,9 @@ class Backend:
         positions = pairwise(self.searchsorted(entries, boundaries))
         found = []
         for (begin, end), (first, last) in zip(ranges, positions, strict=True):
-            indices = (entries.indices[first:last] - begin).astype(index_dtype(end - begin), copy=False)
+            indices = self.empty(last - first, entries.indices)
+            library_of(indices).subtract(entries.indices[first:last], indices.dtype.type(begin), out=indices)
+            indices = indices.astype(index_dtype(end - begin), copy=False)
             found.append(SparseVector.trusted(indices, entries.values[first:last], end - begin, (end - begin,)))
         return found
 
@@ -441,7 +447,7 @@ class Backend:
     # -- packed entries: sparsecomm/wire/formats.py -------------------------------------------------------------------
 
     def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
-        """Return the entries with values rounded to a kind, and the rounding errors, both without zeros."""
+        """Return the entries with values rounded to a kind, without zeros, and the rounding errors, even if zero."""
         rounded, errors, zeros = self.quantize_values(entries.values, kind)
         narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
@@ -453,8 +459,7 @@ class Backend:
             rounded, more, zeros = self.quantize_values(narrow.values, kind)
             narrow.values = rounded
             errors[positions] += more
-        present = self.not_zero(errors)
-        return narrow, lost if present.all() else lost.at(present)
+        return narrow, lost
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
         """Return rounded values, the errors (values - rounded; 0 if not finite), and the number of rounded zeros."""

@@ -34,6 +34,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     cdef cppclass Memory "sparsecomm::Scratch":
         void* take(size_t, size_t*) except +
         void give(void*, size_t) noexcept
+        void release(size_t) noexcept
 
     cdef cppclass Moments:
         void* mean

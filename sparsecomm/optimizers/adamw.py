@@ -325,8 +325,10 @@ class LazyAdamW:
                 (where == OVERFLOWS).astype(each.values.dtype) for where, each in zip(jumps, sums, strict=True)
             ]
             return SparseStep(overflows, [0 * each for each in jumps], OVERFLOW if finite else NOT_FINITE)
-        self._made[bucket] = made
         changes: Any = [each.results.changes for each in made]
+        if self._reducer.transport.size > 1:  # owners keep what they send no longer than necessary
+            made = [each._replace(results=each.results._replace(changes=None)) for each in made]
+        self._made[bucket] = made
         return SparseStep(changes, jumps, FINE)
 
     def dense_step(
@@ -399,23 +401,25 @@ class LazyAdamW:
             self._pending.pop()
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
+        self._reducer.release_memory()
 
     def _actions(self, weights: Mapping[str, object], done: Step) -> Iterator[Callable[[], None]]:
         """Return what changes weights, moments and units. Each action either succeeds, or changes nothing."""
         alone = self._reducer.transport.size == 1
         for bucket, outcome in self._outcomes.items():
-            updates = [] if alone else bucket.split(bucket.backend, outcome.result)
-            for spec, update in zip(bucket.tensors, updates, strict=False):
+            for i, spec in enumerate(() if alone else bucket.tensors):
                 if spec.name not in done.without_gradient:
-                    yield partial(self._add, bucket, spec, weights[spec.name], update)
+                    yield partial(self._add, bucket, i, weights[spec.name], outcome.result)
             for new in self._made.get(bucket, ()):
                 yield partial(self._keep, bucket, weights[new.name], new, alone)
             yield partial(self._change_units, bucket, outcome)
 
-    def _add(self, bucket: Bucket, spec: TensorSpec, weight: object, update: SparseVector) -> None:
-        """Add a sparse update to a weight, or set it to new values."""
+    def _add(self, bucket: Bucket, i: int, weight: object, updates: SparseVector) -> None:
+        """Add the updates of the bucket's tensor number ``i`` to a weight, or set it to new values."""
+        spec = bucket.tensors[i]
         t = spec.tensor(weight, spec.name, writable=True)
         with bucket.on_stream(t):
+            update = bucket.split(bucket.backend, updates, i)[0]
             if isinstance(update, DenseSum):
                 bucket.backend.cast_into(update.dense, t)
             else:

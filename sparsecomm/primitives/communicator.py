@@ -134,7 +134,9 @@ class Communicator:
         if self._wire.kind is EXACT:
             return entries
         narrow, errors = self.backend.quantize(entries, self._wire.kind)
-        gradient.drop(errors.shard(shard, num_shards))
+        if num_shards > 1:
+            errors = errors.at(self.backend.not_zero(errors.values)).shard(shard, num_shards)
+        gradient.drop(errors)  # shares the indices of ``entries``
         return narrow
 
     def sums(self, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector | None]:

@@ -25,7 +25,7 @@ from sparsecomm.primitives.communicator import gather_words
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import Settings
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, DType
-from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec
+from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, library_of
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
@@ -134,8 +134,8 @@ class Bucket:
     @default_float_mode
     def sum_of_squares(self, gradient: Tensor) -> float:
         """Return the sum of the squares of a gradient's elements."""
-        g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
-        return float((g * g).sum())
+        g = self.backend.accumulate(gradient, None)
+        return float(library_of(g).multiply(g, g, dtype="f8").sum())  # squares may exceed float32
 
     def _add(self, spec: TensorSpec, gradient: Tensor, scale: float = 1.0) -> None:
         """Add a gradient to its residual, with momentum through its velocity."""
@@ -267,9 +267,10 @@ class Bucket:
         owned = {part.spec.name: (part.begin, part.end) for part in self.parts(rank)}
         return owned.get(name, (0, 0))
 
-    def split(self, backend: Backend, entries: SparseVector) -> list[SparseVector]:
-        """Return the entries of each tensor, as flat vectors."""
-        return [entries] if len(self.tensors) == 1 else backend.split_at_indices(entries, self._offsets)
+    def split(self, backend: Backend, entries: SparseVector, only: int | None = None) -> list[SparseVector]:
+        """Return the entries of each tensor, or of tensor number ``only``, as flat vectors."""
+        offsets = self._offsets if only is None else self._offsets[only : only + 2]
+        return [entries] if len(self.tensors) == 1 else backend.split_at_indices(entries, offsets)
 
     def _zeros(self) -> Array:
         return self.backend.zeros(self.size, self.accumulator.accumulator)

@@ -138,7 +138,7 @@ class Connection:
     def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
         self.specs, self.settings, self._comm = specs, settings, comm
         self.transport: Transport | None = None  # None before `connect` or `move`
-        self._backends = Backends()  # for all work outside calls
+        self.backends = Backends()  # for all work outside calls
 
     def connect(self) -> Transport:
         """Make the connection and the buckets, and return the transport."""
@@ -150,7 +150,7 @@ class Connection:
         """Return new buckets of zeros, to replace `buckets`."""
         assert self.transport is not None
         size = self.transport.size
-        return Buckets(self.specs, self.settings, self._backends, self.number, bucket_bytes, size)
+        return Buckets(self.specs, self.settings, self.backends, self.number, bucket_bytes, size)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Connection:
         """
         queue = queue_of(transport)
         number = self._number_on(queue)
-        buckets = Buckets(self.specs, self.settings, self._backends, number, bucket_bytes, transport.size)
+        buckets = Buckets(self.specs, self.settings, self.backends, number, bucket_bytes, transport.size)
         if keep:
             with self.buckets.on_current_stream():
                 lag = any(bucket.units_lag for bucket in self.buckets.all)

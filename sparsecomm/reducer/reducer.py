@@ -33,6 +33,8 @@ from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
 
+_KEEP = 1 << 21  # bytes of scratch memory that `Reducer.release_memory` keeps at least
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedState(Prepared):
@@ -454,6 +456,12 @@ class Reducer:
             self._open, self.weights_checked = self._begin(found["step"]), None
 
         return PreparedState({key: found[key] for key in REDUCER.keys}, commit, found, buckets=buckets)
+
+    def release_memory(self) -> None:
+        """Return memory that is kept for later calls to the system, except for about half a byte per element."""
+        keep = max(_KEEP, sum(spec.size for spec in self._specs.values()) // 2)
+        self._connection.queue.backends.release(keep)
+        self._connection.backends.release(keep)
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device. Its contents change with every step."""

@@ -87,6 +87,9 @@ class ObservedBackends(Backends):
     def of(self, device: Device) -> Backend:
         return observed(self._backends.of(device), self._observer)
 
+    def release(self, keep: int) -> None:
+        self._backends.release(keep)
+
 
 class Forwarding:
     """A proxy of an object that replaces some of its attributes."""
