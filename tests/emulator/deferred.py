@@ -16,11 +16,13 @@ from greenlet import getcurrent, greenlet
 from sparsecomm.backends.cuda.runtime import OnStream
 from tests.emulator.arrays import NAME, ArrayLibrary, DeviceArray
 from tests.emulator.memory import Block, Lease, pinned
-from tests.emulator.runtime import POISON, EmulatedRuntime
+from tests.emulator.runtime import POISON, EmulatedRuntime, EmulatorError
 from tests.emulator.streams import PER_THREAD, Event, Stream, Streams
 from tests.emulator.tensor import CudaTensor
 
 __all__ = ["DeferredRuntime"]
+
+_current_device: WeakKeyDictionary[greenlet, DeferredRuntime] = WeakKeyDictionary()  # of threads; if missing, any
 
 
 class DeferredRuntime(EmulatedRuntime):
@@ -29,11 +31,13 @@ class DeferredRuntime(EmulatedRuntime):
     Device memory that is freed goes at once to the next array of the stream that was current when it was made. It is
     filled with poison as the first work on it; pinned memory is so at once.
 
-    The current stream is that of a thread, and every simulated rank counts as a thread.
+    The current stream is that of a thread, and every simulated rank counts as a thread. As with CuPy, work goes to the
+    current stream of the thread's current device, which may be another one; `enter` makes this one current.
     """
 
-    def __init__(self, *, seed: int = 0, **settings: Any) -> None:
+    def __init__(self, *, seed: int = 0, device: int = 0, **settings: Any) -> None:
         super().__init__(seed=seed, **settings)
+        self.device = device
         self.streams = Streams(seed)
         self.library = sys.modules[NAME] = ArrayLibrary(self)
         self._current: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
@@ -44,10 +48,15 @@ class DeferredRuntime(EmulatedRuntime):
 
     @property
     def current(self) -> Stream:
+        return _current_device.get(getcurrent(), self).own_stream
+
+    @property
+    def own_stream(self) -> Stream:
+        """The stream that is current while this device is."""
         return self._current.get(getcurrent(), self.streams.legacy)
 
     def enqueue(self, work: Callable[[], object] | None, *after: Event) -> None:
-        self.streams.give(self.current, work, after)
+        self.current.streams.give(self.current, work, after)
 
     def stream(self) -> int:
         return self.current.handle
@@ -58,18 +67,24 @@ class DeferredRuntime(EmulatedRuntime):
     def on_stream(self, stream: int | Stream | None) -> OnStream:
         return OnStream(self, stream)
 
-    def enter(self, stream: int | Stream | None) -> Stream:
+    def enter(self, stream: int | Stream | None) -> tuple[DeferredRuntime | None, Stream]:
         sys.modules[NAME] = self.library
-        return self.make_current(self.current if stream is None else stream)
+        device = _current_device.get(getcurrent())
+        _current_device[getcurrent()] = self
+        return device, self.make_current(self.current if stream is None else stream)
 
-    def leave(self, entered: Stream) -> None:
-        ours = self.make_current(entered)
-        if ours is not entered:
+    def leave(self, entered: tuple[DeferredRuntime | None, Stream]) -> None:
+        device, before = entered
+        ours = self.make_current(before)
+        if ours is not before:
             self.enqueue(None, Event(ours))
+        del _current_device[getcurrent()]
+        if device is not None:
+            _current_device[getcurrent()] = device
 
     def make_current(self, stream: int | Stream) -> Stream:
-        """Make a stream current, and return the one before it."""
-        before = self.current
+        """Make a stream current on this device, and return the one before it."""
+        before = self.own_stream
         self._current[getcurrent()] = self._of(stream)
         return before
 
@@ -96,9 +111,9 @@ class DeferredRuntime(EmulatedRuntime):
 
     def empty(self, shape: Any, dtype: Any) -> DeviceArray:
         shape, dtype = (shape if isinstance(shape, tuple) else (shape,)), np.dtype(dtype)
-        lease = Lease(self.current.pool, math.prod(shape) * dtype.itemsize)
+        lease = Lease(self.own_stream.pool, math.prod(shape) * dtype.itemsize)
         block, nbytes, number = lease.block, lease.nbytes, lease.number
-        self.enqueue(lambda: block.poison(nbytes, number))
+        self.streams.give(self.own_stream, lambda: block.poison(nbytes, number))
         self._last.append(block)
         return DeviceArray(self, lease.memory.view(dtype).reshape(shape), lease)
 
@@ -131,6 +146,8 @@ class DeferredRuntime(EmulatedRuntime):
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def start(self, run: Callable[[], None]) -> None:
+        if self.current is not self.own_stream:
+            raise EmulatorError("a kernel is started while another device is current")
         self.enqueue(run)
 
     def clear(self, array: DeviceArray) -> None:

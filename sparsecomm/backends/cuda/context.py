@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from numpy.typing import DTypeLike
 from sparsecomm.backends.base import Backend
 from sparsecomm.backends.cuda.memory import MemoryInUse
 from sparsecomm.backends.cuda.modules import TUNING, Tuning, structure_definitions, structures
-from sparsecomm.backends.cuda.runtime import PER_THREAD, Kernel, Runtime, Scalar, Stream, read_word
+from sparsecomm.backends.cuda.runtime import PER_THREAD, Event, Kernel, OnStream, Runtime, Scalar, Stream, read_word
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
@@ -114,10 +115,16 @@ class ExecutionContext(Backend):
         kernel = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
-    def start(self, *launches: Launch) -> None:
-        """Start kernels on the current stream. `prepare` has done the steps that can fail: compiling and allocating."""
+    def start(self, *launches: Launch, writes: Iterable[CountedVector] = ()) -> None:
+        """Start kernels that write vectors, on the current stream.
+
+        `prepare` has done the steps that can fail: compiling and allocating.
+        """
         for launch in launches:
             self.runtime.launch(launch.kernel, launch.blocks, launch.threads, launch.arguments)
+        written = self.runtime.record() if writes else None
+        for vector in writes:
+            vector.written = written
 
     def spread(self, count: int, threads: int) -> int:
         """Return the number of blocks for about one thread per element, but at most 16 per multiprocessor."""
@@ -140,27 +147,32 @@ class ExecutionContext(Backend):
 class CountedVector(SparseVector):
     """A `SparseVector` whose number of entries is in device memory.
 
-    The first access to ``nnz``, ``indices`` or ``values`` waits for the number.
+    The first access to ``nnz``, ``indices`` or ``values`` waits for the number, on any thread, device and stream.
 
     Attributes:
         room: arrays for indices and values, which may be longer than the number of entries.
         counter: array of one uint64, the number of entries.
         host_count: the same number, once the host has read it; else None.
+        written: the event after the kernels that write the vector: see `ExecutionContext.start`.
     """
 
-    __slots__ = ("_runtime", "counter", "host_count", "room")
+    __slots__ = ("_runtime", "counter", "host_count", "room", "written")
 
     def __init__(
         self, runtime: Runtime, room: tuple[Array, Array], counter: Array, size: int, shape: tuple[int, ...]
     ) -> None:
         self._runtime, self.room, self.counter = runtime, room, counter
         self.host_count: int | None = None
+        self.written: Event | None = None
         self.size, self.shape = size, shape
 
     @property
     def nnz(self) -> int:
         if self.host_count is None:
-            self.host_count = read_word(self._runtime, self.counter)
+            with OnStream(self._runtime, None):
+                if self.written is not None:
+                    self.written.wait()
+                self.host_count = read_word(self._runtime, self.counter)
         return self.host_count
 
     @property
@@ -176,8 +188,9 @@ class CountedVector(SparseVector):
         return self.room[1]
 
     def with_values(self, values: Array) -> CountedVector:
+        """Return the same indices with other values, which the current stream has been given the work to write."""
         other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)
-        other.host_count = self.host_count
+        other.host_count, other.written = self.host_count, self._runtime.record()
         return other
 
 

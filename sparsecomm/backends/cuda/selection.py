@@ -53,9 +53,9 @@ class Selection(ExecutionContext):
         if k == 0:  # no elements
             self.runtime.clear(entries.counter)
         elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
-            self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES))
+            self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES), writes=[entries])
         else:
-            self.start(*self._sampled(x, residual, k, entries))
+            self.start(*self._sampled(x, residual, k, entries), writes=[entries])
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
@@ -87,7 +87,8 @@ class Selection(ExecutionContext):
         given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
         given |= {"look_back": self.workspace().look_back(tiles)}
         blocks = self._at_once(tiles, at_once)
-        self.start(self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given))
+        selecting = self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given)
+        self.start(selecting, writes=[entries])
         return entries
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
@@ -113,10 +114,11 @@ class Selection(ExecutionContext):
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         def find(dense: Array) -> tuple[Array, Array]:
             backend = type(self)(self.runtime, self.tuning)  # a new one, because any thread may call this at any time
-            with OnStream(self.runtime, None):
+            with OnStream(self.runtime, None, lambda: self.runtime.follow(written)):
                 found = backend.threshold(backend.as_tensor(dense, dense.shape), 0.0, None)
                 return found.indices, found.values
 
+        written = self.runtime.record()
         return DenseSum(dense, shape, find)
 
     def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
@@ -136,7 +138,7 @@ class Selection(ExecutionContext):
         given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
         given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().state("SELECTION")}
         union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
-        self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost))
+        self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost), writes=[kept, lost])
         return kept, lost
 
     # -- launches -----------------------------------------------------------------------------------------------------
