@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -205,6 +207,36 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
             assert allowed > (3 if by_chunk else 5)
             return
     raise AssertionError("never enough")
+
+
+@pytest.mark.parametrize("stopped", ["topk", "merge"])
+def test_a_call_after_one_that_stopped_between_two_launches(
+    stopped: str, backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels count on zeros that those before them leave."""
+    x, y = (data.gradient("normal", 9000, "float32", seed) for seed in range(2))
+    a, b = (backend.topk(on_device(v), 900, None) for v in (x, y))
+    expected, wanted = reference.topk(x, 90), reference.topk(x, 900)
+    merged, _ = reference.merge_topk(wanted, reference.topk(y, 900), 1000)
+    calls = {
+        "topk": lambda: same(backend.topk(on_device(x), 90, None), expected),
+        "merge": lambda: same(backend.merge_topk(a, b, 1000)[0], merged),
+    }
+    for allowed in range(1, 5 if stopped == "topk" else 3):
+        left = [allowed]
+
+        def limited(*arguments: Any, left: list[int] = left, launch: Any = runtime.launch) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            launch(*arguments)
+
+        for call in calls.values():
+            left[0] = allowed
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(runtime, "launch", limited)
+                calls[stopped]()
+            call()
 
 
 # -- tensors and streams ----------------------------------------------------------------------------------------------
