@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 
 class Workspace:
-    """Scratch memory of one stream: the state that kernels share, which is zero between calls, and candidates."""
+    """Memory of one stream that is kept between calls: the state that kernels share, which is zero between calls."""
 
     def __init__(self, runtime: Runtime, tuning: Tuning) -> None:
         self._runtime = runtime
@@ -44,26 +44,28 @@ class Workspace:
 
     def state(self, name: str, more_bytes: int = 0) -> int:
         """Return the address of one of the `structures`, followed by ``more_bytes``."""
-        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
+        return self._runtime.address(self._grown(name, self._structures[name].itemsize + more_bytes, zero=True))
 
     def look_back(self, tiles: int) -> int:
         """Return the address of a look-back's state."""
         return self.state("LOOK_BACK", 8 * tiles)
 
-    def room(self, name: str, count: int, dtype: DTypeLike) -> int:
-        """Return the address of ``count`` uninitialised elements."""
-        return self._grown(f"{name} {dtype}", count, dtype, zero=False)
+    def room(self, nbytes: int) -> Array:
+        """Return uninitialised memory for a call. The workspace keeps it only if the call is captured into a graph."""
+        if self._runtime.capturing():
+            return self._grown("room", nbytes, zero=False)
+        return self._runtime.empty(nbytes, np.uint8)
 
-    def _grown(self, name: str, count: int, dtype: DTypeLike, zero: bool) -> int:
+    def _grown(self, name: str, nbytes: int, zero: bool) -> Array:
         array = self._rooms.get(name)
-        if array is None or len(array) < count:
-            grown = self._runtime.empty(max(count, 2 * len(array) if array is not None else 0), dtype)
+        if array is None or len(array) < nbytes:
+            grown = self._runtime.empty(max(nbytes, 2 * len(array) if array is not None else 0), np.uint8)
             if zero:
                 self._runtime.clear(grown)
             if array is not None:
                 self._outgrown.append(array)
             self._rooms[name] = array = grown
-        return self._runtime.address(array)
+        return array
 
 
 class _OfThread(threading.local):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from sparsecomm.backends.cuda.runtime import PER_THREAD, Scalar
 from sparsecomm.tensors.sparse import Array
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
+_LARGE = 1 << 20  # bytes of an array that comes from PyTorch's allocator; CuPy's takes less of the host's time
 
 
 class CupyRuntime:
@@ -43,8 +45,12 @@ class CupyRuntime:
         kernel((blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
+        nbytes, torch = count * np.dtype(dtype).itemsize, sys.modules.get("torch")
         with cupy.cuda.Device(self.device):
-            made: Array = cupy.ndarray((count,), dtype)
+            memory = None
+            if torch is not None and torch.cuda.is_initialized() and (nbytes >= _LARGE or self.capturing()):
+                memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
+            made: Array = cupy.ndarray((count,), dtype, memory)
             return made
 
     def address(self, array: Array) -> int:
@@ -109,6 +115,23 @@ class CupyRuntime:
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()
+
+
+class _OfTorch:
+    """Memory of PyTorch's allocator for the current stream. The graph that `torch.cuda.graph` captures keeps it."""
+
+    def __init__(self, torch: Any, nbytes: int, device: int) -> None:
+        self._free: Any = torch.cuda.caching_allocator_delete
+        self._nbytes, self._device = nbytes, device
+        self._address = torch.cuda.caching_allocator_alloc(nbytes, device, cupy.cuda.get_current_stream().ptr)
+
+    def pointer(self) -> Any:
+        memory = cupy.cuda.UnownedMemory(self._address, self._nbytes, self, self._device)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at interpreter exit, PyTorch may be gone
+            self._free(self._address)
 
 
 class _Event:

@@ -27,13 +27,15 @@ class _Candidates(NamedTuple):
     indices: int
     bits: int
     survivors: int
+    memory: Array | None  # of all three; keep it until the kernels have been started
 
     @classmethod
     def room(cls, context: ExecutionContext, capacity: int, size: int, value_bytes: int) -> _Candidates:
-        """Return room in the current stream's workspace."""
-        work, bits = context.workspace(), f"u{value_bytes}"
-        indices = work.room("indices", capacity, index_dtype(size))
-        return cls(capacity, indices, work.room("bits", capacity, bits), work.room("survivors", capacity, bits))
+        """Return room for work on the current stream."""
+        length = 16 * ceil_div(capacity * value_bytes, 16)
+        memory = context.workspace().room(2 * length + capacity * index_dtype(size).itemsize)
+        bits = context.runtime.address(memory)
+        return cls(capacity, bits + 2 * length, bits, bits + length, memory)
 
     @property
     def arguments(self) -> Arguments:
@@ -41,7 +43,7 @@ class _Candidates(NamedTuple):
         return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
 
 
-_NO_CANDIDATES = _Candidates(0, 0, 0, 0)
+_NO_CANDIDATES = _Candidates(0, 0, 0, 0, None)
 
 
 class Selection(ExecutionContext):
@@ -55,7 +57,9 @@ class Selection(ExecutionContext):
         elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
             self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES), writes=[entries])
         else:
-            self.start(*self._sampled(x, residual, k, entries), writes=[entries])
+            capacity = min(x.size, 2 * k + self.tuning.spare_candidates)
+            found = _Candidates.room(self, capacity, x.size, (residual or x).dtype.itemsize)
+            self.start(*self._sampled(x, residual, k, entries, found), writes=[entries])
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
@@ -143,11 +147,11 @@ class Selection(ExecutionContext):
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
-    def _sampled(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector) -> list[Launch]:
+    def _sampled(
+        self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates
+    ) -> list[Launch]:
         """Return the launches of topk.cu, and of radix.cu, which selects if the sample was unlucky."""
         size, work, definitions = self.tuning, self.workspace(), _definitions_of(x, residual)
-        value_bytes = (residual or x).dtype.itemsize
-        found = _Candidates.room(self, min(x.size, 2 * k + size.spare_candidates), x.size, value_bytes)
         sector = 32 // x.dtype.itemsize
         sectors = min(size.sample_sectors, x.size // sector)
         expected = sectors * sector * k / x.size
