@@ -553,6 +553,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
     """Return for each gradient whether it is zero. Synchronize only once per GPU."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise InvalidInputError(
+            "the current stream is being captured into a CUDA graph, which cannot contain an exchange of gradients: "
+            "exchange them after the graph, with synchronize() of DistributedOptimizer"
+        )
     zeros = [gradient.is_cpu and is_zero(gradient) for gradient in gradients]
     for device in {gradient.device for gradient in gradients if not gradient.is_cpu}:
         there = [i for i, gradient in enumerate(gradients) if gradient.device == device]

@@ -6,7 +6,8 @@ import ctypes
 import math
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,7 @@ class DeferredRuntime(EmulatedRuntime):
         self.library = sys.modules[NAME] = ArrayLibrary(self)
         self._current: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
         self._per_thread: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
+        self._of_graphs: list[Lease] = []  # which replays write to, even if nobody else refers to them
         self._last: deque[Block] = deque(maxlen=64)  # whose canaries are looked at
 
     # -- streams ------------------------------------------------------------------------------------------------------
@@ -73,10 +75,10 @@ class DeferredRuntime(EmulatedRuntime):
         _current_device[getcurrent()] = self
         return device, self.make_current(self.current if stream is None else stream)
 
-    def leave(self, entered: tuple[DeferredRuntime | None, Stream]) -> None:
+    def leave(self, entered: tuple[DeferredRuntime | None, Stream], follow: bool) -> None:
         device, before = entered
         ours = self.make_current(before)
-        if ours is not before:
+        if follow and ours is not before:
             self.enqueue(None, Event(ours))
         del _current_device[getcurrent()]
         if device is not None:
@@ -97,6 +99,22 @@ class DeferredRuntime(EmulatedRuntime):
     def synchronize(self) -> None:
         self.record().wait()
 
+    def capturing(self) -> bool:
+        return self.current.graph is not None
+
+    @contextmanager
+    def capture(self, stream: Stream) -> Iterator[list[Callable[[], object]]]:
+        """Capture the work that a stream is given into a graph, which `replay` gives to it."""
+        graph = stream.graph = []
+        try:
+            yield graph
+        finally:
+            stream.graph = None
+
+    def replay(self, graph: list[Callable[[], object]], stream: Stream) -> None:
+        for work in graph:
+            self.streams.give(stream, work)
+
     def _of(self, stream: int | Stream) -> Stream:
         if isinstance(stream, Stream):
             return stream
@@ -115,6 +133,8 @@ class DeferredRuntime(EmulatedRuntime):
         block, nbytes, number = lease.block, lease.nbytes, lease.number
         self.streams.give(self.own_stream, lambda: block.poison(nbytes, number))
         self._last.append(block)
+        if self.own_stream.graph is not None:
+            self._of_graphs.append(lease)
         return DeviceArray(self, lease.memory.view(dtype).reshape(shape), lease)
 
     def pinned(self, nbytes: int) -> np.ndarray:

@@ -208,7 +208,7 @@ class NobodyFollows(OnStream):
     def __exit__(self, *error: object) -> None:
         device, before = self._entered
         runtime: Any = self._runtime
-        runtime.leave((device, runtime.current))
+        runtime.leave((device, runtime.current), follow=False)
         runtime.make_current(before)
 
 

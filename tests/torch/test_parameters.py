@@ -126,3 +126,19 @@ def test_the_host_waits_once_to_see_which_gradients_are_zero(monkeypatch: pytest
     run(2, program)
     assert OnGpu.waits == 2
     assert present == [{name: bool(g.any()) for name, g in gradients.items()}] * 2
+
+
+def test_an_exchange_is_refused_in_a_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        named = {"a": torch.nn.Parameter(torch.zeros(4))}
+        sgd = torch.optim.SGD(named.values(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, named.items(), 0.5, comm=transport)
+        named["a"].grad = torch.ones(4)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(sc.InvalidInputError, match="captured into a CUDA graph"):
+                optimizer.synchronize()
+        assert optimizer.synchronize().number == 0
+
+    run(1, program)

@@ -13,7 +13,18 @@ from numpy.typing import DTypeLike
 from sparsecomm.backends.base import Backend
 from sparsecomm.backends.cuda.memory import MemoryInUse
 from sparsecomm.backends.cuda.modules import TUNING, Tuning, structure_definitions, structures
-from sparsecomm.backends.cuda.runtime import PER_THREAD, Event, Kernel, OnStream, Runtime, Scalar, Stream, read_word
+from sparsecomm.backends.cuda.runtime import (
+    PER_THREAD,
+    Event,
+    Kernel,
+    OnStream,
+    Runtime,
+    Scalar,
+    Stream,
+    event_after,
+    read_word,
+    refuse_capture,
+)
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
@@ -44,7 +55,13 @@ class Workspace:
 
     def state(self, name: str, more_bytes: int = 0) -> int:
         """Return the address of one of the `structures`, followed by ``more_bytes``."""
-        return self._runtime.address(self._grown(name, self._structures[name].itemsize + more_bytes, zero=True))
+        nbytes = self._structures[name].itemsize + more_bytes
+        array = self._rooms.get(name)
+        if array is None or len(array) < nbytes:
+            # Each replay of a graph clears what was allocated during its capture. Until then, it is not zero.
+            array = self._grown(f"{name} of graphs" if self._runtime.capturing() else name, nbytes)
+            self._runtime.clear(array)
+        return self._runtime.address(array)
 
     def look_back(self, tiles: int) -> int:
         """Return the address of a look-back's state."""
@@ -52,19 +69,15 @@ class Workspace:
 
     def room(self, nbytes: int) -> Array:
         """Return uninitialised memory for a call. The workspace keeps it only if the call is captured into a graph."""
-        if self._runtime.capturing():
-            return self._grown("room", nbytes, zero=False)
-        return self._runtime.empty(nbytes, np.uint8)
+        return self._grown("room", nbytes) if self._runtime.capturing() else self._runtime.empty(nbytes, np.uint8)
 
-    def _grown(self, name: str, nbytes: int, zero: bool) -> Array:
+    def _grown(self, name: str, nbytes: int) -> Array:
         array = self._rooms.get(name)
         if array is None or len(array) < nbytes:
-            grown = self._runtime.empty(max(nbytes, 2 * len(array) if array is not None else 0), np.uint8)
-            if zero:
-                self._runtime.clear(grown)
             if array is not None:
                 self._outgrown.append(array)
-            self._rooms[name] = array = grown
+            nbytes = max(nbytes, 2 * len(array) if array is not None else 0)
+            self._rooms[name] = array = self._runtime.empty(nbytes, np.uint8)
         return array
 
 
@@ -124,7 +137,7 @@ class ExecutionContext(Backend):
         """
         for launch in launches:
             self.runtime.launch(launch.kernel, launch.blocks, launch.threads, launch.arguments)
-        written = self.runtime.record() if writes else None
+        written = event_after(self.runtime) if writes else None
         for vector in writes:
             vector.written = written
 
@@ -155,7 +168,7 @@ class CountedVector(SparseVector):
         room: arrays for indices and values, which may be longer than the number of entries.
         counter: array of one uint64, the number of entries.
         host_count: the same number, once the host has read it; else None.
-        written: the event after the kernels that write the vector: see `ExecutionContext.start`.
+        written: the event after the kernels that write the vector; ``None`` if each replay of a graph starts them.
     """
 
     __slots__ = ("_runtime", "counter", "host_count", "room", "written")
@@ -170,12 +183,15 @@ class CountedVector(SparseVector):
 
     @property
     def nnz(self) -> int:
-        if self.host_count is None:
-            with OnStream(self._runtime, None):
-                if self.written is not None:
-                    self.written.wait()
-                self.host_count = read_word(self._runtime, self.counter)
-        return self.host_count
+        if self.host_count is not None:
+            return self.host_count
+        with OnStream(self._runtime, None):
+            refuse_capture(self._runtime, "a wait of the host for nnz")
+            if self.written is None:  # the next replay may change it
+                return read_word(self._runtime, self.counter)
+            self.written.wait()
+            self.host_count = read_word(self._runtime, self.counter)
+            return self.host_count
 
     @property
     def indices(self) -> Array:  # type: ignore[override]
@@ -192,7 +208,7 @@ class CountedVector(SparseVector):
     def with_values(self, values: Array) -> CountedVector:
         """Return the same indices with other values, which the current stream has been given the work to write."""
         other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)
-        other.host_count, other.written = self.host_count, self._runtime.record()
+        other.host_count, other.written = self.host_count, event_after(self._runtime)
         return other
 
 

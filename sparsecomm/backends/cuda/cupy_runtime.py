@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
 from sparsecomm.backends.cuda.runtime import PER_THREAD, Scalar
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
@@ -31,6 +32,7 @@ class CupyRuntime:
         self.device = device
         self.multiprocessors = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._of_graphs: list[Array] = []  # which replays write to, even if nobody else refers to them
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
         key = file, name, definitions
@@ -45,12 +47,14 @@ class CupyRuntime:
         kernel((blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
-        nbytes, torch = count * np.dtype(dtype).itemsize, sys.modules.get("torch")
+        nbytes, memory, torch = count * np.dtype(dtype).itemsize, None, _torch()
         with cupy.cuda.Device(self.device):
-            memory = None
-            if torch is not None and torch.cuda.is_initialized() and (nbytes >= _LARGE or self.capturing()):
+            capturing = self.capturing()
+            if torch is not None and (nbytes >= _LARGE or capturing):
                 memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
             made: Array = cupy.ndarray((count,), dtype, memory)
+            if capturing and memory is None:
+                self._of_graphs.append(made)
             return made
 
     def address(self, array: Array) -> int:
@@ -92,6 +96,12 @@ class CupyRuntime:
         device.__enter__()
         try:
             previous = cupy.cuda.get_current_stream()
+            torch = _torch() if stream is None and not previous.is_capturing() else None
+            if torch is not None and torch.cuda.is_current_stream_capturing():
+                raise InvalidInputError(
+                    "PyTorch's current stream is being captured into a CUDA graph, and CuPy's is not: make calls "
+                    "without a tensor of PyTorch, such as merge_topk, before or after the graph"
+                )
             wanted = _stream(stream, self.device) if isinstance(stream, int) else stream
             if wanted is not None and wanted.ptr != previous.ptr:
                 wanted.__enter__()
@@ -101,12 +111,13 @@ class CupyRuntime:
             raise
         return device, previous, entered
 
-    def leave(self, entered: Any) -> None:
+    def leave(self, entered: Any, follow: bool) -> None:
         device, previous, stream = entered
         try:
             if stream is not None:
                 stream.__exit__(None, None, None)
-                previous.wait_event(stream.record())  # results are used on the previous stream
+                if follow:
+                    previous.wait_event(stream.record())  # results are used on the previous stream
         finally:
             device.__exit__(None, None, None)
 
@@ -115,6 +126,12 @@ class CupyRuntime:
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()
+
+
+def _torch() -> Any:
+    """Return PyTorch if the program uses it on a GPU, else ``None``."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
 class _OfTorch:

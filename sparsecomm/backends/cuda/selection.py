@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Launch, Operand, ceil_div
 from sparsecomm.backends.cuda.modules import merge_definitions, selection_definitions
-from sparsecomm.backends.cuda.runtime import OnStream
+from sparsecomm.backends.cuda.runtime import OnStream, refuse_capture
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
@@ -99,6 +99,7 @@ class Selection(ExecutionContext):
         self._above(x, x, residual, _ABOVE_ALL, 0)  # needs no memory, which may have run out
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+        refuse_capture(self.runtime, "threshold(), which waits for the number of entries")
         key = _min_key(tau, (residual or x).dtype)
         capacity = max(1024, x.size // 64)
         parts: list[SparseVector] = []
