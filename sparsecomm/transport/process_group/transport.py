@@ -54,7 +54,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 class _Request(Request):
-    """A message to rank ``to``, of which ``in_flight`` parts are being sent: their bytes may not be reused."""
+    """A message to rank ``to``. ``in_flight``: the number of its parts whose bytes may not be reused yet."""
 
     in_flight = 0
 
