@@ -64,7 +64,7 @@ class Backend:
     CuPy arrays on a CUDA device. Results are new arrays, unless the method says that they share memory. Sums and values
     have the accumulator dtype: float64 for float64 gradients, else float32. A ``residual`` has the size of x, and its
     dtype or, for a 16-bit x, also float32. It is updated in place. Vectors passed to one method have the same size and
-    value dtype. Every method raises `MemoryError` (on a CUDA device, CuPy's) if memory runs out.
+    value dtype. Every method raises `MemoryError` (on a CUDA device, CuPy's or PyTorch's) if memory runs out.
 
     A backend wraps inherited methods that compute in `default_float_mode`, unless all callers are wrapped.
 

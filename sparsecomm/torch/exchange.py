@@ -203,15 +203,18 @@ class GradientExchange(TrainedParameters):
         """
         self.check_consistent()
         seen: set[int] = set()
-        for name, parameter in self.named.items():
-            if not self.reducer.pushed(name):
-                gradient = self._unshare_gradient(parameter, seen) if parameter.requires_grad else None
-                if gradient is None:
-                    self._new[name] = new = torch.empty_like(parameter)
-                    self.push(name, new, absent=True)
-                else:
-                    absent = gradient.layout is torch.strided and is_zero(self._local(gradient))
-                    self.push(name, gradient, absent=absent)
+        gradients = {
+            name: self._unshare_gradient(parameter, seen) if parameter.requires_grad else None
+            for name, parameter in self.named.items()
+            if not self.reducer.pushed(name)
+        }
+        dense = {n: self._local(g) for n, g in gradients.items() if g is not None and g.layout is torch.strided}
+        zero = dict(zip(dense, _zeros_among(list(dense.values())), strict=True))
+        for name, gradient in gradients.items():
+            if gradient is None:
+                gradient = self._new[name] = torch.empty_like(self.named[name])
+                zero[name] = True
+            self.push(name, gradient, absent=zero.get(name, False))
         return self.wait()
 
     def _unshare_gradient(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
@@ -508,8 +511,8 @@ def is_only_making_state() -> bool:
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
-    """Return whether all elements are zero. On a CPU, stop at the first block that is not; on a GPU, synchronize."""
-    if not gradient.is_cpu or not gradient.is_contiguous():
+    """Return whether all elements of a gradient in host memory are zero. Stop at the first block that is not."""
+    if not gradient.is_contiguous():
         return not gradient.any()
     flat = gradient.view(-1)
     begin, length = 0, 16
@@ -536,10 +539,18 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
-    """Return for each gradient whether it is zero. On a GPU, synchronize only once."""
-    if all(gradient.is_cpu for gradient in gradients):
-        return [is_zero(gradient) for gradient in gradients]
-    return (torch.stack([gradient.any() for gradient in gradients]) == 0).tolist()
+    """Return for each gradient whether it is zero. Synchronize only once per GPU."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise InvalidInputError(
+            "the current stream is being captured into a CUDA graph, which cannot contain an exchange of gradients: "
+            "exchange them after the graph, with synchronize() of DistributedOptimizer"
+        )
+    zeros = [gradient.is_cpu and is_zero(gradient) for gradient in gradients]
+    for device in {gradient.device for gradient in gradients if not gradient.is_cpu}:
+        there = [i for i, gradient in enumerate(gradients) if gradient.device == device]
+        for i, some in zip(there, torch.stack([gradients[i].any() for i in there]).tolist(), strict=True):
+            zeros[i] = not some
+    return zeros
 
 
 def new_future(buffer: torch.Tensor) -> Future:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +20,7 @@ from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.backends.devices import same, selection_state
 from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.streams import Stream
 from tests.emulator.tensor import MANAGED, CudaTensor
 
 
@@ -207,6 +212,49 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
     raise AssertionError("never enough")
 
 
+@pytest.mark.parametrize("stopped", ["topk", "merge"])
+def test_a_call_after_one_that_stopped_between_two_launches(
+    stopped: str, backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels count on zeros that those before them leave."""
+    x, y = (data.gradient("normal", 9000, "float32", seed) for seed in range(2))
+    a, b = (backend.topk(on_device(v), 900, None) for v in (x, y))
+    expected, wanted = reference.topk(x, 90), reference.topk(x, 900)
+    merged, _ = reference.merge_topk(wanted, reference.topk(y, 900), 1000)
+    calls = {
+        "topk": lambda: same(backend.topk(on_device(x), 90, None), expected),
+        "merge": lambda: same(backend.merge_topk(a, b, 1000)[0], merged),
+    }
+    for allowed in range(1, 5 if stopped == "topk" else 3):
+        left = [allowed]
+
+        def limited(*arguments: Any, left: list[int] = left, launch: Any = runtime.launch) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            launch(*arguments)
+
+        for call in calls.values():
+            left[0] = allowed
+            with monkeypatch.context() as patched:
+                patched.setattr(runtime, "launch", limited)
+                with pytest.raises(KeyboardInterrupt):
+                    calls[stopped]()
+            call()
+
+
+def test_scratch_memory_is_given_back(runtime: DeferredRuntime) -> None:
+    """Between calls, less than 1 MiB and 1/4,000 of x is kept, whatever k is: as docs/internals/kernels.md says."""
+    backend = CudaBackend(runtime, radix_max_size=300)  # with as much room for candidates as on a GPU
+    for n, k in ((9000, 90), (200_000, 60_000), (9000, 900)):
+        x = data.gradient("normal", n, "float32")
+        found = backend.topk(on_device(x), k, None)
+        kept, lost = backend.merge_topk(found, found, k // 2)
+        kept.indices.get()
+        del found, kept, lost
+        assert runtime.current.pool.in_use < 2**20 + x.nbytes // 4000
+
+
 # -- tensors and streams ----------------------------------------------------------------------------------------------
 
 
@@ -224,17 +272,84 @@ def test_results_stay_on_the_device(cuda: DeferredRuntime) -> None:
     np.testing.assert_array_equal(managed.indices, found.indices)
 
 
-def test_a_collective_cannot_be_captured(cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "capturing", lambda: True)
-    x, residual = np.ones(99, np.float32), np.zeros(99, np.float32)
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def captured(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, stream: Stream) -> Iterator[list[Any]]:
+    """Capture a stream that is current in the tensors' library, as in `torch.cuda.graph`, but not in CuPy."""
+    with runtime.capture(stream) as graph, monkeypatch.context() as patched:
+        patched.setattr(interop, "_current_stream", lambda obj: stream.handle)
+        yield graph
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_graph_beside_calls_that_are_not_captured(
+    warm: bool, cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the first call on its stream. Other calls are made before it is replayed, on the same stream, too."""
+    theirs, x, out = cuda.new_stream(), data.gradient("normal", 4000, "float32"), np.zeros(4000, np.float32)
+
+    def eager(seed: int) -> None:
+        for stream in (theirs, cuda.current):
+            with cuda.on_stream(stream):
+                y = data.gradient("normal", 4000, "float32", seed)
+                found = sc.topk(cuda.library.asarray(y), 40)
+                same(sc.merge_topk(found, found, 20), reference.merge_topk(*2 * [reference.topk(y, 40)], 20)[0])
+
+    if warm:
+        eager(5)
+    with captured(cuda, monkeypatch, theirs) as graph:
+        found = sc.topk(CudaTensor(x), 40)
+        found.to_dense(CudaTensor(out))
+        with cuda.on_stream(theirs):
+            twice = sc.merge_topk(found, sc.topk(CudaTensor(x), 90), 60)
+    for seed in range(3):
+        eager(seed)
+        cuda.streams.run_all()
+        x[:] = data.gradient("normal", 4000, "float32", 10 + seed)
+        x[seed:] *= seed < 2  # the last time, few entries are found
+        cuda.replay(graph, theirs)
+        cuda.streams.run_all()
+        expected = reference.topk(x, 40)
+        same(found, expected)
+        same(twice, reference.merge_topk(expected, reference.topk(x, 90), 60)[0])
+        np.testing.assert_array_equal(out, reference.dense(expected, 4000))
+
+
+def test_what_cannot_be_captured_is_refused_before_it_begins(
+    cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, x, residual = cuda.new_stream(), np.ones(99, np.float32), np.zeros(99, np.float32)
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
-            sc.sparse_allreduce(CudaTensor(x), 3, comm=transport, residual=CudaTensor(residual))
+        reducer = sc.Reducer({"w": CudaTensor(x)}, 0.1, comm=transport, dense_below=0)
+        reducer.push("w", cuda.put(np.ones(99, np.float32)))
+        reducer.wait()
+        cuda.streams.run_all()
+        for refused in (
+            lambda: sc.sparse_allreduce(CudaTensor(x), 3, comm=transport, residual=CudaTensor(residual)),
+            lambda: sc.isparse_allreduce(CudaTensor(x), 3, comm=transport, residual=CudaTensor(residual)),
+            lambda: reducer.push("w", CudaTensor(x)),
+            lambda: sc.threshold(CudaTensor(x), 0.5, residual=CudaTensor(residual)),
+        ):
+            with captured(cuda, monkeypatch, theirs) as graph:
+                with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
+                    refused()
+                assert not graph
+            cuda.streams.run_all()
+            assert not residual.any()
+        reducer.push("w", cuda.put(np.ones(99, np.float32)))
+        assert reducer.wait().number == 1
+        with cuda.capture(theirs), cuda.on_stream(theirs):
+            found = sc.topk(CudaTensor(x), 3)
+            with pytest.raises(sc.InvalidInputError, match=r"being captured into a CUDA graph, .* nnz"):
+                _ = found.nnz
 
     simulated.run(2, program)
-    assert not residual.any()
-    assert not cuda.launches
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["residual", "out"])

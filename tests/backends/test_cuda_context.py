@@ -91,3 +91,34 @@ def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
     runtime.streams.run_all()
     for number, (entries, _) in found.items():
         np.testing.assert_array_equal(np.array(entries.indices), reference.topk(gradient(number, seed), K)[0])
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_host_reads_is_read_on_its_device_after_the_work_that_writes_it(seed: int, in_thread: bool) -> None:
+    """By another thread, or while another device is current. The work is on a stream that nobody follows."""
+    other, runtime = (DeferredRuntime(seed=seed, device=index) for index in range(2))
+    backend, x = CudaBackend(runtime, radix_max_size=50, spare_candidates=2000), gradient(1, seed)
+    before = runtime.make_current(runtime.new_stream())
+    there = interop.tensor(runtime.put(x.copy()), "x", stream=runtime.stream())
+    found = backend.topk(there, K, None)
+    by_chunk, (merged, lost) = backend.topk_by_chunk(there, 9, 500, None), backend.merge_topk(found, found, K // 2)
+    mean, dense = backend.divide(merged, 4), backend.nonzeros(backend.accumulate(there, None), (N,))
+    runtime.make_current(before)
+    taken = reference.topk(x, K)
+    (indices, values), rest = reference.merge_topk(taken, taken, K // 2)
+    of_chunks = reference.topk_by_chunk(x, 9, 500)
+    expected = taken, of_chunks, rest, (indices, values / np.float32(4)), reference.topk(x, N), (indices, values)
+
+    def read() -> None:
+        for entries, (indices, values) in zip((found, by_chunk, lost, mean, dense, merged), expected, strict=True):
+            assert entries.nnz == len(indices)
+            np.testing.assert_array_equal(entries.indices.raw, indices)  # a copy would wait for the current stream
+            assert data.same_bits(entries.values.raw, values)
+
+    if in_thread:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(read).result()
+    else:
+        with other.on_stream(None):
+            read()

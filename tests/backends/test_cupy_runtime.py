@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,3 +83,33 @@ def test_a_folder_that_cannot_be_written_to(
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
     assert kernel() == kernel() == "add"
     assert len(compiled) == 2
+
+
+def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
+    compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the program uses PyTorch on a GPU; small arrays come from CuPy's pool, and all do without PyTorch."""
+    module, log = importlib.import_module(NAME), list[Any]()
+    stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
+    memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}
+    vars(module.cupy.cuda).update(get_current_stream=lambda: stream, **memory)
+    vars(module.cupy)["ndarray"] = lambda shape, dtype, memory: SimpleNamespace(memory=memory)
+    of_torch = SimpleNamespace(
+        is_initialized=lambda: used,
+        caching_allocator_alloc=lambda *arguments: log.append(arguments) or 0x1000,
+        caching_allocator_delete=lambda address: log.append(address),
+    )
+    runtime = module.CupyRuntime(1)
+    for used, capturing, imported, nbytes in itertools.product((True, False), (True, False), (True, False), (8, 2**20)):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=of_torch) if imported else None)
+            made = runtime.empty(nbytes // 8, "f8")
+        if used and imported and (capturing or nbytes > 8):
+            assert log == [(nbytes, 1, 7)]
+            owner = made.memory[1][3]
+            assert made.memory == ("MemoryPointer", ("UnownedMemory", 0x1000, nbytes, owner, 1), 0)
+            del made, owner
+            assert log == [(nbytes, 1, 7), 0x1000]  # freed with the array
+        else:
+            assert (log, made.memory) == ([], None)
+        log.clear()

@@ -6,7 +6,8 @@ import ctypes
 import math
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,13 @@ from greenlet import getcurrent, greenlet
 from sparsecomm.backends.cuda.runtime import OnStream
 from tests.emulator.arrays import NAME, ArrayLibrary, DeviceArray
 from tests.emulator.memory import Block, Lease, pinned
-from tests.emulator.runtime import POISON, EmulatedRuntime
+from tests.emulator.runtime import POISON, EmulatedRuntime, EmulatorError
 from tests.emulator.streams import PER_THREAD, Event, Stream, Streams
 from tests.emulator.tensor import CudaTensor
 
 __all__ = ["DeferredRuntime"]
+
+_current_device: WeakKeyDictionary[greenlet, DeferredRuntime] = WeakKeyDictionary()  # of threads; if missing, any
 
 
 class DeferredRuntime(EmulatedRuntime):
@@ -29,25 +32,33 @@ class DeferredRuntime(EmulatedRuntime):
     Device memory that is freed goes at once to the next array of the stream that was current when it was made. It is
     filled with poison as the first work on it; pinned memory is so at once.
 
-    The current stream is that of a thread, and every simulated rank counts as a thread.
+    The current stream is that of a thread, and every simulated rank counts as a thread. As with CuPy, work goes to the
+    current stream of the thread's current device, which may be another one; `enter` makes this one current.
     """
 
-    def __init__(self, *, seed: int = 0, **settings: Any) -> None:
+    def __init__(self, *, seed: int = 0, device: int = 0, **settings: Any) -> None:
         super().__init__(seed=seed, **settings)
+        self.device = device
         self.streams = Streams(seed)
         self.library = sys.modules[NAME] = ArrayLibrary(self)
         self._current: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
         self._per_thread: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
+        self._of_graphs: list[Lease] = []  # which replays write to, even if nobody else refers to them
         self._last: deque[Block] = deque(maxlen=64)  # whose canaries are looked at
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Stream:
+        return _current_device.get(getcurrent(), self).own_stream
+
+    @property
+    def own_stream(self) -> Stream:
+        """The stream that is current while this device is."""
         return self._current.get(getcurrent(), self.streams.legacy)
 
     def enqueue(self, work: Callable[[], object] | None, *after: Event) -> None:
-        self.streams.give(self.current, work, after)
+        self.current.streams.give(self.current, work, after)
 
     def stream(self) -> int:
         return self.current.handle
@@ -58,18 +69,24 @@ class DeferredRuntime(EmulatedRuntime):
     def on_stream(self, stream: int | Stream | None) -> OnStream:
         return OnStream(self, stream)
 
-    def enter(self, stream: int | Stream | None) -> Stream:
+    def enter(self, stream: int | Stream | None) -> tuple[DeferredRuntime | None, Stream]:
         sys.modules[NAME] = self.library
-        return self.make_current(self.current if stream is None else stream)
+        device = _current_device.get(getcurrent())
+        _current_device[getcurrent()] = self
+        return device, self.make_current(self.current if stream is None else stream)
 
-    def leave(self, entered: Stream) -> None:
-        ours = self.make_current(entered)
-        if ours is not entered:
+    def leave(self, entered: tuple[DeferredRuntime | None, Stream], follow: bool) -> None:
+        device, before = entered
+        ours = self.make_current(before)
+        if follow and ours is not before:
             self.enqueue(None, Event(ours))
+        del _current_device[getcurrent()]
+        if device is not None:
+            _current_device[getcurrent()] = device
 
     def make_current(self, stream: int | Stream) -> Stream:
-        """Make a stream current, and return the one before it."""
-        before = self.current
+        """Make a stream current on this device, and return the one before it."""
+        before = self.own_stream
         self._current[getcurrent()] = self._of(stream)
         return before
 
@@ -81,6 +98,22 @@ class DeferredRuntime(EmulatedRuntime):
 
     def synchronize(self) -> None:
         self.record().wait()
+
+    def capturing(self) -> bool:
+        return self.current.graph is not None
+
+    @contextmanager
+    def capture(self, stream: Stream) -> Iterator[list[Callable[[], object]]]:
+        """Capture the work that a stream is given into a graph, which `replay` gives to it."""
+        graph = stream.graph = []
+        try:
+            yield graph
+        finally:
+            stream.graph = None
+
+    def replay(self, graph: list[Callable[[], object]], stream: Stream) -> None:
+        for work in graph:
+            self.streams.give(stream, work)
 
     def _of(self, stream: int | Stream) -> Stream:
         if isinstance(stream, Stream):
@@ -96,10 +129,12 @@ class DeferredRuntime(EmulatedRuntime):
 
     def empty(self, shape: Any, dtype: Any) -> DeviceArray:
         shape, dtype = (shape if isinstance(shape, tuple) else (shape,)), np.dtype(dtype)
-        lease = Lease(self.current.pool, math.prod(shape) * dtype.itemsize)
+        lease = Lease(self.own_stream.pool, math.prod(shape) * dtype.itemsize)
         block, nbytes, number = lease.block, lease.nbytes, lease.number
-        self.enqueue(lambda: block.poison(nbytes, number))
+        self.streams.give(self.own_stream, lambda: block.poison(nbytes, number))
         self._last.append(block)
+        if self.own_stream.graph is not None:
+            self._of_graphs.append(lease)
         return DeviceArray(self, lease.memory.view(dtype).reshape(shape), lease)
 
     def pinned(self, nbytes: int) -> np.ndarray:
@@ -131,6 +166,8 @@ class DeferredRuntime(EmulatedRuntime):
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def start(self, run: Callable[[], None]) -> None:
+        if self.current is not self.own_stream:
+            raise EmulatorError("a kernel is started while another device is current")
         self.enqueue(run)
 
     def clear(self, array: DeviceArray) -> None:

@@ -65,8 +65,10 @@ class Pool:
     def __init__(self) -> None:
         self._free: list[Block] = []
         self._taking = threading.Lock()
+        self.in_use = 0  # bytes
 
     def take(self, nbytes: int) -> Block:
+        self.in_use += nbytes
         with self._taking:
             for block in reversed(self._free):
                 if nbytes <= block.room:
@@ -75,6 +77,7 @@ class Pool:
         return Block(nbytes)
 
     def give_back(self, lease: Lease) -> None:
+        self.in_use -= lease.nbytes
         self._free.append(lease.block)
 
 

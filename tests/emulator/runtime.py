@@ -159,7 +159,7 @@ class EmulatedRuntime:
     def enter(self, stream: object) -> None:
         pass
 
-    def leave(self, entered: None) -> None:
+    def leave(self, entered: None, follow: bool) -> None:
         pass
 
     def follow(self, event: Event) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from weakref import ref
 
 from tests.emulator.memory import PinnedPool, Pool
+from tests.emulator.runtime import EmulatorError
 
 __all__ = ["LEGACY", "PER_THREAD", "Event", "Stream", "Streams", "hold_while_busy"]
 
@@ -21,10 +22,12 @@ class Event:
     """The point that a stream had reached in what it was given."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream, self._position = stream, stream.given
+        self._stream, self._position, self.graph = stream, stream.given, stream.graph
 
     @property
     def reached(self) -> bool:
+        if self.graph is not None:
+            raise EmulatorError("the host waits for an event of a stream that is being captured")
         return self._stream.done >= self._position
 
     def wait(self) -> None:
@@ -57,12 +60,14 @@ class Stream:
         blocking: the legacy default stream waits for it.
         pool: memory that was allocated while it was current.
         given, done: how many operations so far.
+        graph: while the stream is being captured, the work that it was given instead.
     """
 
     def __init__(self, streams: Streams, handle: int, blocking: bool) -> None:
         self.streams, self.handle, self.blocking, self.pool = streams, handle, blocking, Pool()
         self.queue: deque[Operation] = deque()
         self.given = self.done = 0
+        self.graph: list[Callable[[], object]] | None = None
 
     @property
     def ready(self) -> bool:
@@ -111,6 +116,11 @@ class Streams:
                 after = [*after, *(Event(other) for other in self._streams if other.blocking and other is not stream)]
             elif stream.blocking:
                 after = [*after, Event(self.legacy)]
+            if any(event.graph is not stream.graph for event in after):
+                raise EmulatorError("an event of a stream that is being captured orders work outside, or the reverse")
+            if stream.graph is not None:
+                stream.graph += [] if work is None else [work]
+                return
             stream.queue.append(Operation(work, [event for event in after if not event.reached]))
             stream.given += 1
 

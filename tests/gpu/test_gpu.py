@@ -195,6 +195,36 @@ def test_a_captured_graph(n: int) -> None:
             np.testing.assert_array_equal(r.get(), host)
 
 
+def test_a_graph_of_pytorch() -> None:
+    """Its stream is not CuPy's. Calls that cannot be captured do it no harm, nor does memory that is used elsewhere."""
+    torch = pytest.importorskip("torch")
+    n, k = 3_000_000, 30_000
+    x, r, out = (torch.zeros(n, device="cuda") for _ in range(3))
+    sc.topk(x, k, residual=r).to_dense(out)
+    torch.cuda.synchronize()
+    graph, host = torch.cuda.CUDAGraph(), np.zeros(n, np.float32)
+    with torch.cuda.graph(graph):
+        found = sc.topk(x, k, residual=r)
+        for refused in (lambda: sc.threshold(x, 1.0), lambda: found.nnz, lambda: sc.merge_topk(found, found, k)):
+            with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
+                refused()
+        found.to_dense(out)
+    for seed in range(3):
+        values = data.gradient("normal", n, "float32", seed)
+        same(sc.topk(put(values), k), sc.topk(values, k))
+        x.copy_(torch.from_numpy(values))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = sc.topk(values, k, residual=host)
+        same(found, expected)
+        np.testing.assert_array_equal(out.cpu().numpy(), expected.to_dense())
+        np.testing.assert_array_equal(r.cpu().numpy(), host)
+    before = torch.cuda.memory_allocated()
+    sc.topk(x, n // 2)
+    assert torch.cuda.memory_allocated() < before + 2**20
+    assert torch.cuda.max_memory_allocated() > before + 12 * n // 2
+
+
 def test_more_elements_than_31_bits_count() -> None:
     n = 2**31 + 1000
     if cupy.cuda.runtime.memGetInfo()[0] < 3 * n:

@@ -90,3 +90,55 @@ def test_zeros() -> None:
             x[place] = value
             for shaped in (x, x.view(30, 100).t(), x.to(torch.float64)):
                 assert not is_zero(shaped)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU, and counts how often the host asks for its elements."""
+
+    is_cpu = False
+    waits = 0
+
+    def tolist(self) -> Any:
+        OnGpu.waits += 1
+        return super().tolist()
+
+    def __bool__(self) -> bool:
+        OnGpu.waits += 1
+        return bool(super().__bool__())
+
+
+def test_the_host_waits_once_to_see_which_gradients_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are. A sum of zeros counts as a gradient, no gradient does not."""
+    monkeypatch.setattr(OnGpu, "waits", 0)
+    gradients = {f"{i}": (torch.zeros if i % 3 else torch.ones)(10 + i) for i in range(20)}
+    present: list[dict[str, bool]] = []
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        named = {name: torch.nn.Parameter(torch.zeros_like(g)) for name, g in gradients.items()}
+        settings: Any = {"comm": transport, "scope": "tensor", "check_weights_every": None}
+        sgd = torch.optim.SGD(named.values(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, named.items(), 0.5, **settings)
+        for name, parameter in list(named.items())[: 20 - 2 * transport.rank]:
+            parameter.grad = gradients[name].clone().as_subclass(OnGpu)
+        done = optimizer.synchronize()
+        present.append({name: name not in done.without_gradient for name in named})
+
+    run(2, program)
+    assert OnGpu.waits == 2
+    assert present == [{name: bool(g.any()) for name, g in gradients.items()}] * 2
+
+
+def test_an_exchange_is_refused_in_a_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        named = {"a": torch.nn.Parameter(torch.zeros(4))}
+        sgd = torch.optim.SGD(named.values(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, named.items(), 0.5, comm=transport)
+        named["a"].grad = torch.ones(4)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(sc.InvalidInputError, match="captured into a CUDA graph"):
+                optimizer.synchronize()
+        assert optimizer.synchronize().number == 0
+
+    run(1, program)

@@ -24,7 +24,7 @@ import pytest
 
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Transport, control, transport_of
-from sparsecomm.transport.base import MAX_CONTENTS_BYTES
+from sparsecomm.transport.base import MAX_CONTENTS_BYTES, Bytes, MessageMemory
 from tests import threads
 from tests.waiting import SOON, until
 
@@ -202,6 +202,57 @@ def messages_in_pieces(comm: Ranks) -> None:
             assert [transport.receive(before).size for _ in range(4)] == [2 * limit, limit, 0, 1]
             for request in requests:
                 request.wait()
+
+
+class Staged(MessageMemory):
+    """Host memory to which a device copies a message while it is sent, and from which it copies what has landed.
+
+    ``barrier`` is entered once by the sender of a message of several pieces before the third one is there, and once by
+    its receiver when the first one has landed.
+    """
+
+    def __init__(self, source: np.ndarray, barrier: Callable[[], None]) -> None:
+        self.source, self.barrier = source, barrier
+        self.copied = np.full(3 * len(source), 77, np.uint8)
+        self.landings: list[int] = []
+        self.readied: list[int] = []
+
+    def ready(self, message: Bytes, nbytes: int) -> None:
+        self.readied.append(nbytes)
+        if len(self.readied) == 3:
+            self.barrier()
+        message[:nbytes] = self.source[:nbytes]
+
+    def landed(self, message: Bytes, begin: int, end: int) -> None:
+        self.copied[begin:end] = message[begin:end]
+        self.landings.append(end - begin)
+        if len(self.landings) == 1:
+            self.barrier()
+
+
+@case(ranks=2, real=True)
+def messages_of_devices_travel_piece_by_piece(comm: Ranks) -> None:
+    """A piece is copied to the host while another one is sent, and to the device while another one is received."""
+    limit, nbytes = 1000, 4500
+    with setting("SPARSECOMM_MAX_MESSAGE_BYTES", limit):
+        transport = comm.new()
+    staged, sent = Staged(noise(nbytes), comm.barrier), np.full(nbytes, 99, np.uint8)
+    for expected in (nbytes, 0):
+        staged.readied, staged.landings = [], []
+        with call(transport):
+            if transport.rank == 0:
+                transport.isend(sent, 1, staged).wait()
+                assert staged.readied[:4] == [1000, 2000, 3000, 4000]
+            elif transport.rank == 1:
+                got = transport.receive(0, staged, expected)
+                assert np.array_equal(got, noise(nbytes))
+                assert np.array_equal(staged.copied[:nbytes], noise(nbytes))
+                assert max(staged.landings) <= limit
+            else:
+                comm.barrier()
+        counted = transport.counters.bytes_received, transport.counters.messages_received
+        sent[:] = 99
+    assert counted == ((2 * nbytes, 2) if transport.rank == 1 else (0, 0))
 
 
 @case()

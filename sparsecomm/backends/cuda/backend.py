@@ -19,7 +19,7 @@ from sparsecomm.backends.cuda.context import Arguments, CountedVector, Launch, O
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.backends.cuda.modules import adamw_definitions, dense_definitions
 from sparsecomm.backends.cuda.packing import Packing
-from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime, read_word
+from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime, read_word, refuse_capture
 from sparsecomm.backends.cuda.selection import Selection
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.tensors.interop import Tensor, from_host
@@ -40,6 +40,7 @@ class CudaBackend(Selection, Packing):
         return OnStream(self.runtime, x.stream if x else None)
 
     def side_stream(self) -> OnStream:
+        refuse_capture(self.runtime, "communication with other ranks")
         if self._side is None:
             self._side = self.runtime.new_stream()
         after = self.runtime.record()
@@ -49,11 +50,7 @@ class CudaBackend(Selection, Packing):
         return CudaTimeline(self.runtime)
 
     def memory(self, direct: bool) -> MessageMemory:
-        if self.runtime.capturing():
-            raise InvalidInputError(
-                "x is on a stream that is being captured into a CUDA graph; a graph cannot replay communication with "
-                "other ranks: make the call before or after the graph"
-            )
+        refuse_capture(self.runtime, "communication with other ranks")
         return (DeviceMemory if direct else StagedMemory)(self.runtime, self.in_use)
 
     def memory_of(self, tensor: Tensor) -> Array:
@@ -247,6 +244,7 @@ class CudaTimeline:
             self.last.wait()
 
     def _follow(self) -> None:
+        refuse_capture(self.runtime, "an exchange of gradients or weights")
         if self.last is not None:
             self.runtime.follow(self.last)
 

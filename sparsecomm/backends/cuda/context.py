@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +13,18 @@ from numpy.typing import DTypeLike
 from sparsecomm.backends.base import Backend
 from sparsecomm.backends.cuda.memory import MemoryInUse
 from sparsecomm.backends.cuda.modules import TUNING, Tuning, structure_definitions, structures
-from sparsecomm.backends.cuda.runtime import PER_THREAD, Kernel, Runtime, Scalar, Stream, read_word
+from sparsecomm.backends.cuda.runtime import (
+    PER_THREAD,
+    Event,
+    Kernel,
+    OnStream,
+    Runtime,
+    Scalar,
+    Stream,
+    event_after,
+    read_word,
+    refuse_capture,
+)
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
@@ -33,7 +45,7 @@ class Launch(NamedTuple):
 
 
 class Workspace:
-    """Scratch memory of one stream: the state that kernels share, which is zero between calls, and candidates."""
+    """Memory of one stream that is kept between calls: the state that kernels share, which is zero between calls."""
 
     def __init__(self, runtime: Runtime, tuning: Tuning) -> None:
         self._runtime = runtime
@@ -43,26 +55,30 @@ class Workspace:
 
     def state(self, name: str, more_bytes: int = 0) -> int:
         """Return the address of one of the `structures`, followed by ``more_bytes``."""
-        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
+        nbytes = self._structures[name].itemsize + more_bytes
+        array = self._rooms.get(name)
+        if array is None or len(array) < nbytes:
+            # Each replay of a graph clears what was allocated during its capture. Until then, it is not zero.
+            array = self._grown(f"{name} of graphs" if self._runtime.capturing() else name, nbytes)
+            self._runtime.clear(array)
+        return self._runtime.address(array)
 
     def look_back(self, tiles: int) -> int:
         """Return the address of a look-back's state."""
         return self.state("LOOK_BACK", 8 * tiles)
 
-    def room(self, name: str, count: int, dtype: DTypeLike) -> int:
-        """Return the address of ``count`` uninitialised elements."""
-        return self._grown(f"{name} {dtype}", count, dtype, zero=False)
+    def room(self, nbytes: int) -> Array:
+        """Return uninitialised memory for a call. The workspace keeps it only if the call is captured into a graph."""
+        return self._grown("room", nbytes) if self._runtime.capturing() else self._runtime.empty(nbytes, np.uint8)
 
-    def _grown(self, name: str, count: int, dtype: DTypeLike, zero: bool) -> int:
+    def _grown(self, name: str, nbytes: int) -> Array:
         array = self._rooms.get(name)
-        if array is None or len(array) < count:
-            grown = self._runtime.empty(max(count, 2 * len(array) if array is not None else 0), dtype)
-            if zero:
-                self._runtime.clear(grown)
+        if array is None or len(array) < nbytes:
             if array is not None:
                 self._outgrown.append(array)
-            self._rooms[name] = array = grown
-        return self._runtime.address(array)
+            nbytes = max(nbytes, 2 * len(array) if array is not None else 0)
+            self._rooms[name] = array = self._runtime.empty(nbytes, np.uint8)
+        return array
 
 
 class _OfThread(threading.local):
@@ -114,10 +130,16 @@ class ExecutionContext(Backend):
         kernel = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
-    def start(self, *launches: Launch) -> None:
-        """Start kernels on the current stream. `prepare` has done the steps that can fail: compiling and allocating."""
+    def start(self, *launches: Launch, writes: Iterable[CountedVector] = ()) -> None:
+        """Start kernels that write vectors, on the current stream.
+
+        `prepare` has done the steps that can fail: compiling and allocating.
+        """
         for launch in launches:
             self.runtime.launch(launch.kernel, launch.blocks, launch.threads, launch.arguments)
+        written = event_after(self.runtime) if writes else None
+        for vector in writes:
+            vector.written = written
 
     def spread(self, count: int, threads: int) -> int:
         """Return the number of blocks for about one thread per element, but at most 16 per multiprocessor."""
@@ -140,28 +162,36 @@ class ExecutionContext(Backend):
 class CountedVector(SparseVector):
     """A `SparseVector` whose number of entries is in device memory.
 
-    The first access to ``nnz``, ``indices`` or ``values`` waits for the number.
+    The first access to ``nnz``, ``indices`` or ``values`` waits for the number, on any thread, device and stream.
 
     Attributes:
         room: arrays for indices and values, which may be longer than the number of entries.
         counter: array of one uint64, the number of entries.
         host_count: the same number, once the host has read it; else None.
+        written: the event after the kernels that write the vector; ``None`` if each replay of a graph starts them.
     """
 
-    __slots__ = ("_runtime", "counter", "host_count", "room")
+    __slots__ = ("_runtime", "counter", "host_count", "room", "written")
 
     def __init__(
         self, runtime: Runtime, room: tuple[Array, Array], counter: Array, size: int, shape: tuple[int, ...]
     ) -> None:
         self._runtime, self.room, self.counter = runtime, room, counter
         self.host_count: int | None = None
+        self.written: Event | None = None
         self.size, self.shape = size, shape
 
     @property
     def nnz(self) -> int:
-        if self.host_count is None:
+        if self.host_count is not None:
+            return self.host_count
+        with OnStream(self._runtime, None):
+            refuse_capture(self._runtime, "a wait of the host for nnz")
+            if self.written is None:  # the next replay may change it
+                return read_word(self._runtime, self.counter)
+            self.written.wait()
             self.host_count = read_word(self._runtime, self.counter)
-        return self.host_count
+            return self.host_count
 
     @property
     def indices(self) -> Array:  # type: ignore[override]
@@ -176,8 +206,9 @@ class CountedVector(SparseVector):
         return self.room[1]
 
     def with_values(self, values: Array) -> CountedVector:
+        """Return the same indices with other values, which the current stream has been given the work to write."""
         other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)
-        other.host_count = self.host_count
+        other.host_count, other.written = self.host_count, event_after(self._runtime)
         return other
 
 

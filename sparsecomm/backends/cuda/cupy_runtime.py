@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,9 +18,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
 from sparsecomm.backends.cuda.runtime import PER_THREAD, Scalar
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
+_LARGE = 1 << 20  # bytes of an array that comes from PyTorch's allocator; CuPy's takes less of the host's time
 
 
 class CupyRuntime:
@@ -29,6 +32,7 @@ class CupyRuntime:
         self.device = device
         self.multiprocessors = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._of_graphs: list[Array] = []  # which replays write to, even if nobody else refers to them
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
         key = file, name, definitions
@@ -43,8 +47,14 @@ class CupyRuntime:
         kernel((blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
+        nbytes, memory, torch = count * np.dtype(dtype).itemsize, None, _torch()
         with cupy.cuda.Device(self.device):
-            made: Array = cupy.ndarray((count,), dtype)
+            capturing = self.capturing()
+            if torch is not None and (nbytes >= _LARGE or capturing):
+                memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
+            made: Array = cupy.ndarray((count,), dtype, memory)
+            if capturing and memory is None:
+                self._of_graphs.append(made)
             return made
 
     def address(self, array: Array) -> int:
@@ -86,6 +96,12 @@ class CupyRuntime:
         device.__enter__()
         try:
             previous = cupy.cuda.get_current_stream()
+            torch = _torch() if stream is None and not previous.is_capturing() else None
+            if torch is not None and torch.cuda.is_current_stream_capturing():
+                raise InvalidInputError(
+                    "PyTorch's current stream is being captured into a CUDA graph, and CuPy's is not: make calls "
+                    "without a tensor of PyTorch, such as merge_topk, before or after the graph"
+                )
             wanted = _stream(stream, self.device) if isinstance(stream, int) else stream
             if wanted is not None and wanted.ptr != previous.ptr:
                 wanted.__enter__()
@@ -95,12 +111,13 @@ class CupyRuntime:
             raise
         return device, previous, entered
 
-    def leave(self, entered: Any) -> None:
+    def leave(self, entered: Any, follow: bool) -> None:
         device, previous, stream = entered
         try:
             if stream is not None:
                 stream.__exit__(None, None, None)
-                previous.wait_event(stream.record())  # results are used on the previous stream
+                if follow:
+                    previous.wait_event(stream.record())  # results are used on the previous stream
         finally:
             device.__exit__(None, None, None)
 
@@ -109,6 +126,29 @@ class CupyRuntime:
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()
+
+
+def _torch() -> Any:
+    """Return PyTorch if the program uses it on a GPU, else ``None``."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
+class _OfTorch:
+    """Memory of PyTorch's allocator for the current stream. The graph that `torch.cuda.graph` captures keeps it."""
+
+    def __init__(self, torch: Any, nbytes: int, device: int) -> None:
+        self._free: Any = torch.cuda.caching_allocator_delete
+        self._nbytes, self._device = nbytes, device
+        self._address = torch.cuda.caching_allocator_alloc(nbytes, device, cupy.cuda.get_current_stream().ptr)
+
+    def pointer(self) -> Any:
+        memory = cupy.cuda.UnownedMemory(self._address, self._nbytes, self, self._device)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at interpreter exit, PyTorch may be gone
+            self._free(self._address)
 
 
 class _Event:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
 PER_THREAD = 2  # handle of the per-thread default stream, a different stream in every thread
@@ -72,8 +73,8 @@ class Runtime(Protocol):
     def enter(self, stream: int | Stream | None) -> Any:
         """Make the device and a stream current; return the argument for `leave`. ``None``: keep the current stream."""
 
-    def leave(self, entered: Any) -> None:
-        """Restore the stream and device from before `enter`. That stream then waits for the stream that was left."""
+    def leave(self, entered: Any, follow: bool) -> None:
+        """Restore the stream and device from before `enter`. With ``follow``, that stream waits for the stream left."""
 
     def follow(self, event: Event) -> None:
         """Make the current stream, not the host, wait for all work before ``event``."""
@@ -87,6 +88,9 @@ class Runtime(Protocol):
 
 class OnStream:
     """A context in which a stream is current. It can be entered repeatedly, but not nested.
+
+    On leaving, the previous stream waits for this one, unless this one is being captured: an event of a graph orders
+    nothing outside of it, and would invalidate the capture.
 
     ``begin`` is called after entering, and ``end`` before leaving, also after an error.
     """
@@ -102,7 +106,7 @@ class OnStream:
             if self._begin is not None:
                 self._begin()
         except BaseException:
-            self._runtime.leave(self._entered)
+            self._leave()
             raise
 
     def __exit__(self, *error: object) -> None:
@@ -110,7 +114,24 @@ class OnStream:
             if self._end is not None:
                 self._end()
         finally:
-            self._runtime.leave(self._entered)
+            self._leave()
+
+    def _leave(self) -> None:
+        self._runtime.leave(self._entered, follow=not self._runtime.capturing())
+
+
+def event_after(runtime: Runtime) -> Event | None:
+    """Return an event after the work so far of the current stream; ``None`` if it is being captured into a graph."""
+    return None if runtime.capturing() else runtime.record()
+
+
+def refuse_capture(runtime: Runtime, what: str) -> None:
+    """Raise an error if the current stream is being captured into a CUDA graph, which cannot contain ``what``."""
+    if runtime.capturing():
+        raise InvalidInputError(
+            f"the current stream is being captured into a CUDA graph, which cannot contain {what}: make the call "
+            "before or after the graph"
+        )
 
 
 def fetch(runtime: Runtime, *sources: tuple[int, int]) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Launch, Operand, ceil_div
 from sparsecomm.backends.cuda.modules import merge_definitions, selection_definitions
-from sparsecomm.backends.cuda.runtime import OnStream
+from sparsecomm.backends.cuda.runtime import OnStream, refuse_capture
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
@@ -27,13 +27,15 @@ class _Candidates(NamedTuple):
     indices: int
     bits: int
     survivors: int
+    memory: Array | None  # of all three; keep it until the kernels have been started
 
     @classmethod
     def room(cls, context: ExecutionContext, capacity: int, size: int, value_bytes: int) -> _Candidates:
-        """Return room in the current stream's workspace."""
-        work, bits = context.workspace(), f"u{value_bytes}"
-        indices = work.room("indices", capacity, index_dtype(size))
-        return cls(capacity, indices, work.room("bits", capacity, bits), work.room("survivors", capacity, bits))
+        """Return room for work on the current stream."""
+        length = 16 * ceil_div(capacity * value_bytes, 16)
+        memory = context.workspace().room(2 * length + capacity * index_dtype(size).itemsize)
+        bits = context.runtime.address(memory)
+        return cls(capacity, bits + 2 * length, bits, bits + length, memory)
 
     @property
     def arguments(self) -> Arguments:
@@ -41,7 +43,7 @@ class _Candidates(NamedTuple):
         return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
 
 
-_NO_CANDIDATES = _Candidates(0, 0, 0, 0)
+_NO_CANDIDATES = _Candidates(0, 0, 0, 0, None)
 
 
 class Selection(ExecutionContext):
@@ -53,9 +55,11 @@ class Selection(ExecutionContext):
         if k == 0:  # no elements
             self.runtime.clear(entries.counter)
         elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
-            self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES))
+            self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES), writes=[entries])
         else:
-            self.start(*self._sampled(x, residual, k, entries))
+            capacity = min(x.size, 2 * k + self.tuning.spare_candidates)
+            found = _Candidates.room(self, capacity, x.size, (residual or x).dtype.itemsize)
+            self.start(*self._sampled(x, residual, k, entries, found), writes=[entries])
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
@@ -87,13 +91,15 @@ class Selection(ExecutionContext):
         given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
         given |= {"look_back": self.workspace().look_back(tiles)}
         blocks = self._at_once(tiles, at_once)
-        self.start(self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given))
+        selecting = self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given)
+        self.start(selecting, writes=[entries])
         return entries
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         self._above(x, x, residual, _ABOVE_ALL, 0)  # needs no memory, which may have run out
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+        refuse_capture(self.runtime, "threshold(), which waits for the number of entries")
         key = _min_key(tau, (residual or x).dtype)
         capacity = max(1024, x.size // 64)
         parts: list[SparseVector] = []
@@ -113,10 +119,11 @@ class Selection(ExecutionContext):
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         def find(dense: Array) -> tuple[Array, Array]:
             backend = type(self)(self.runtime, self.tuning)  # a new one, because any thread may call this at any time
-            with OnStream(self.runtime, None):
+            with OnStream(self.runtime, None, lambda: self.runtime.follow(written)):
                 found = backend.threshold(backend.as_tensor(dense, dense.shape), 0.0, None)
                 return found.indices, found.values
 
+        written = self.runtime.record()
         return DenseSum(dense, shape, find)
 
     def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
@@ -136,16 +143,16 @@ class Selection(ExecutionContext):
         given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
         given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().state("SELECTION")}
         union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
-        self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost))
+        self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost), writes=[kept, lost])
         return kept, lost
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
-    def _sampled(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector) -> list[Launch]:
+    def _sampled(
+        self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates
+    ) -> list[Launch]:
         """Return the launches of topk.cu, and of radix.cu, which selects if the sample was unlucky."""
         size, work, definitions = self.tuning, self.workspace(), _definitions_of(x, residual)
-        value_bytes = (residual or x).dtype.itemsize
-        found = _Candidates.room(self, min(x.size, 2 * k + size.spare_candidates), x.size, value_bytes)
         sector = 32 // x.dtype.itemsize
         sectors = min(size.sample_sectors, x.size // sector)
         expected = sectors * sector * k / x.size

@@ -15,6 +15,7 @@ np.import_array()
 
 cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
     enum: DATA_ "sparsecomm::DATA"
+    enum: MORE_ "sparsecomm::MORE"
     enum: GOODBYE_ "sparsecomm::GOODBYE"
     enum: SENT_ "sparsecomm::SENT"
     enum: DISCONNECTED_ "sparsecomm::DISCONNECTED"
@@ -57,7 +58,8 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
         int thread_id()
         void close(double seconds)
 
-DATA, GOODBYE, SENT, DISCONNECTED, UNREADABLE = DATA_, GOODBYE_, SENT_, DISCONNECTED_, UNREADABLE_
+DATA, MORE, GOODBYE, SENT = DATA_, MORE_, GOODBYE_, SENT_
+DISCONNECTED, UNREADABLE = DISCONNECTED_, UNREADABLE_
 TOKEN_BYTES = 16
 
 
@@ -123,8 +125,8 @@ cdef class Connections:
     def thread_id(self):
         return self.own.thread_id()
 
-    def send(self, int to, int64_t number, np.ndarray data, request):
-        """Start sending ``data``, contiguous bytes of call ``number``.
+    def send(self, int to, int64_t number, np.ndarray data, request, int kind=DATA_):
+        """Start sending ``data``, contiguous bytes of call ``number``. With `MORE`, the next message continues it.
 
         Returns:
             True if the memory of ``data`` may be reused. False if not: the completion `SENT` with ``request`` follows.
@@ -139,7 +141,7 @@ cdef class Connections:
         sent = BROKEN
         try:
             with nogil:
-                sent = self.own.send(to, DATA_, number, memory, nbytes, this)
+                sent = self.own.send(to, kind, number, memory, nbytes, this)
         finally:
             if sent != IN_FLIGHT:
                 del self.in_flight[this]

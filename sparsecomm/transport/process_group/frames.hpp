@@ -16,7 +16,8 @@
 namespace sparsecomm {
 
 // Kinds of frames and completions; control messages have kinds from 0 on. NOTHING: see Connections::send_follow_up.
-enum Kind : int32_t { DATA = -1, GOODBYE = -2, SENT = -3, DISCONNECTED = -4, UNREADABLE = -5, NOTHING = -6 };
+// MORE: like DATA, but the next message continues it.
+enum Kind : int32_t { DATA = -1, GOODBYE = -2, SENT = -3, DISCONNECTED = -4, UNREADABLE = -5, NOTHING = -6, MORE = -7 };
 
 constexpr size_t TICKET_BYTES = 16;
 constexpr uint32_t MAX_STREAMS = 64; // connections of two ranks
@@ -51,7 +52,7 @@ struct Frame {
 static_assert(sizeof(Hello) == 32 && sizeof(Frame) == 48);
 
 inline bool is_valid(const Frame &f) {
-    bool data = f.kind == DATA, empty = f.kind == GOODBYE || f.kind == NOTHING;
+    bool data = f.kind == DATA || f.kind == MORE, empty = f.kind == GOODBYE || f.kind == NOTHING;
     return f.magic == FRAME_MAGIC && (data || empty || (f.kind >= 0 && f.kind <= 255)) && f.number >= 0 &&
            f.number < MAX_NUMBER && f.total <= (data ? MAX_BYTES : empty ? 0 : MAX_CONTROL) &&
            f.offset <= f.total && f.length == (f.total - f.offset < f.piece ? f.total - f.offset : f.piece) &&

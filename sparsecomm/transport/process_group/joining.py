@@ -30,7 +30,7 @@ from sparsecomm.transport.scheduling import be_prompt
 
 _MIN_SILENCE = 120.0  # seconds without an answer after which a host is dead; the timeout, if it is longer
 _PREFIX = "sparsecomm"  # of keys in the store
-_VERSION = "3"  # of the record that each rank contributes to the rendezvous
+_VERSION = "4"  # of the record that each rank contributes to the rendezvous
 _POLL = 0.05  # seconds between checks of signals and of the interpreter's exit
 _EXIT_WAIT = 5.0  # seconds that an exiting interpreter waits for the store
 _IPV6 = Path("/proc/net/if_inet6")

@@ -26,7 +26,7 @@ from sparsecomm.transport.control import ControlMessage, FailureDetector, unread
 from sparsecomm.transport.process_group import _connections
 
 Connections = _connections.Connections
-DATA, GOODBYE, SENT = _connections.DATA, _connections.GOODBYE, _connections.SENT
+DATA, MORE, GOODBYE, SENT = _connections.DATA, _connections.MORE, _connections.GOODBYE, _connections.SENT
 DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
 
 _PING = 0.25  # seconds until the first ping of a peer; the interval doubles after each ping
@@ -54,15 +54,15 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 class _Request(Request):
-    """A message to rank ``to`` that may be in flight. ``done``: whether its bytes may be reused."""
+    """A message to rank ``to``. ``in_flight``: the number of its parts whose bytes may not be reused yet."""
 
-    done = False
+    in_flight = 0
 
     def __init__(self, transport: ProcessGroupTransport, to: int) -> None:
         self._transport, self._to = transport, to
 
     def wait(self) -> None:
-        self._transport._wait(self._to, lambda: self.done)
+        self._transport._wait(self._to, lambda: not self.in_flight)
 
 
 class ProcessGroupTransport(FailureDetector):
@@ -83,8 +83,9 @@ class ProcessGroupTransport(FailureDetector):
         self._process = os.getpid()
         self._open = True
         self._lost: dict[int, tuple[int, str]] = {}  # rank -> why its connection is lost, as the kind of completion
-        self._messages: dict[tuple[int, int], deque[Bytes]] = {}  # (source, call) -> received data
-        self._connections = connections
+        # (source, call) -> received data, and whether the next one continues it
+        self._messages: dict[tuple[int, int], deque[tuple[Bytes, bool]]] = {}
+        self._connections, self._limit = connections, config.max_message_bytes()
 
     @property
     def members(self) -> Sequence[int]:
@@ -121,30 +122,55 @@ class ProcessGroupTransport(FailureDetector):
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
+        """Send as `Transport`. While a part of a device's message is sent, the next one is copied to the host."""
         self._check_peer(to)
-        memory.ready(data, len(data))
         self._count_sent(len(data))
-        request = _Request(self, to)
+        request, length = _Request(self, to), max(len(data), 1)
         if to == self.rank:
+            memory.ready(data, len(data))
             self._handle((DATA, to, self.number, np.array(data)))
-            request.done = True
             return request
-        sent = self._connections.send(to, self.number, data, request)
-        if sent is None:  # the connection is lost: wait for the completion with the reason
-            self._wait(to, lambda: False)
-        elif sent:
-            request.done = True
+        step = length if memory is HOST else self._limit
+        for begin in range(0, length, step):
+            end = min(begin + step, len(data))
+            memory.ready(data, end)
+            kind = DATA if end == len(data) else MORE
+            sent = self._connections.send(to, self.number, data[begin:end], request, kind)
+            if sent is None:  # the connection is lost: wait for the completion with the reason
+                self._wait(to, lambda: False)
+            elif not sent:
+                request.in_flight += 1
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
+        """Receive as `Transport`. While a part of a device's message arrives, the previous one is copied there."""
         self._check_peer(source)
+        part, continues = self._next_part(source)
+        if not continues and (memory is HOST or len(part) <= self._limit):
+            return self._deliver(part, len(part), memory)
+        message, end = memory.empty(max(expected, len(part))), 0
+        while True:
+            if end + len(part) > len(message):
+                larger = memory.empty(max(end + len(part), 2 * len(message)))
+                memory.move(message[:end], larger)
+                message = larger
+            for begin in range(0, len(part), self._limit):
+                piece = part[begin : begin + self._limit]
+                message[end : end + len(piece)] = piece
+                memory.landed(message, end, end + len(piece))
+                end += len(piece)
+            if not continues:
+                return self._deliver(message[:end], end, HOST)
+            part, continues = self._next_part(source)
+
+    def _next_part(self, source: int) -> tuple[Bytes, bool]:
         key = source, self.number
         self._wait(source, lambda: key in self._messages)
         queue = self._messages[key]
-        message = queue.popleft()
+        part = queue.popleft()
         if not queue:
             del self._messages[key]
-        return self._deliver(message, len(message), memory)
+        return part
 
     @deferred
     def broadcast(self, data: Bytes, root: int) -> None:
@@ -237,11 +263,11 @@ class ProcessGroupTransport(FailureDetector):
 
     def _handle(self, completion: tuple[int, int, int, Any]) -> None:
         kind, rank, number, content = completion
-        if kind == DATA:
+        if kind in (DATA, MORE):
             if number >= self.number:  # else the call was aborted
-                self._messages.setdefault((rank, number), deque()).append(content)
+                self._messages.setdefault((rank, number), deque()).append((content, kind == MORE))
         elif kind == SENT:
-            content.done = True
+            content.in_flight -= 1
         elif kind in (GOODBYE, DISCONNECTED, UNREADABLE):
             self._lost.setdefault(rank, (kind, content))
         else:
