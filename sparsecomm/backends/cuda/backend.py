@@ -8,7 +8,6 @@ compiles and allocates.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -31,10 +30,6 @@ _MAX_TABLES = 8  # of coefficients that are kept on the device
 
 class CudaBackend(Selection, Packing):
     """`sparsecomm.backends.base.Backend` on one device, on the current stream."""
-
-    def __init__(self, runtime: Runtime, **options: Any) -> None:
-        super().__init__(runtime, **options)
-        self._tables: dict[tuple[int, int], tuple[Array, Array]] = {}  # see `_rows`
 
     def on_stream(self, x: Tensor | None) -> OnStream:
         return OnStream(self.runtime, x.stream if x else None)
