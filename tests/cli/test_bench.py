@@ -112,7 +112,7 @@ def test_calls_begin_at_one_moment_where_links_are_long(
 
 def test_every_method_of_a_backend_is_in_a_part() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, callable) if not name.startswith("_")}
-    in_no_part = {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"}
+    in_no_part = {"on_stream", "side_stream", "memory", "empty", "empty_like", "as_tensor"}
     in_no_part |= {"memory_of", "not_zero", "quantize_values", "with_values"}  # within others
     elsewhere = {
         *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest"]
