@@ -137,7 +137,7 @@ change_units(Real* residual, Exponent* exponents, const Index* indices, const Re
     const u64 count = device_count ? *device_count : host_count;
     for (u64 e = grid_thread(); e < count; e += grid_threads()) {
         const u64 i = u64(indices[e]);
-        const Real wanted = rint(values[e]), most = Real(MAX_JUMP), limited = wanted < -most ? -most : wanted > most ? most : wanted;
+        const Real wanted = rint(values[e]), max_ = Real(MAX_JUMP), limited = wanted < -max_ ? -max_ : wanted > max_ ? max_ : wanted;
         const int old = exponents[i], jump = clamped(old + int(limited), 1, 2 * BIAS) - old;
         exponents[i] = Exponent(old + jump);
         const Real converted = residual[i] * unit_of(BIAS - jump), largest = bit_cast<Real>(Word(INFINITE - 1));

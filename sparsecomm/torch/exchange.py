@@ -80,7 +80,12 @@ class GradientExchange(TrainedParameters):
         check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        """Check the arguments, which are those of `SparseState`. Nothing is sent."""
+        """Check the arguments. Nothing is sent.
+
+        Args:
+            named, density, comm, scaler, check_weights_every: as in `SparseState`.
+            options: those of `sparsecomm.Reducer`.
+        """
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
         self.names = {id(p): name for name, p in {**self._frozen, **self.named}.items()}  # also of frozen parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def test_a_complete_step_sends_nothing_more_and_each_incomplete_call_one_small_m
     def program(transport: simulated.SimulatedTransport) -> None:
         reducer, sent = sc.Reducer(tensors, 0.1, comm=transport, dense_below=10, algorithm="butterfly"), []
         for absent in ((), ("3", "69"), ("3", "69", "large")):
-            before = reducer.counters.copy()
+            before = copy(reducer.counters)
             mine = {name: None if name in absent[transport.rank :] else a.copy() for name, a in tensors.items()}
             assert reducer.reduce(mine).without_gradient == set(absent[1:])
             added = reducer.counters.since(before)

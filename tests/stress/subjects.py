@@ -86,7 +86,7 @@ class Subject:
 
 
 class Reducer(Subject):
-    keys = ("step", "order", "bucket_bytes")
+    keys = ("step", "bucket_bytes")
 
     def make(self, comm: Any, rng: np.random.Generator) -> None:
         self.it = sc.Reducer(
@@ -181,7 +181,7 @@ class TorchSubject(Subject):
 
 
 class SparseState(TorchSubject):
-    keys = ("step", "order", "bucket_bytes", "loss_scale")
+    keys = ("step", "bucket_bytes", "loss_scale")
 
     def hold(self, comm: Any, rng: np.random.Generator) -> None:
         momentum = float(rng.choice([0, 0.5]))
