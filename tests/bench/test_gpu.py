@@ -23,14 +23,16 @@ import pathlib, sys, time
 folder, part, seconds = sys.argv[1:]
 with open(f"{folder}/ran", "a") as ran:
     print(part, file=ran)
-print("output of", part, flush=True)
 found = pathlib.Path(folder, part)
-if found.exists() and found.read_text() == "sleep":
-    try:
+status = found.read_text() if found.exists() else "0"
+try:
+    print("output of", part, flush=True)
+    if status == "sleep":
         time.sleep(600)
-    finally:
-        print("interrupted", flush=True)
-sys.exit(int(found.read_text()) if found.exists() else 0)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    raise
+sys.exit(int(status))
 """
 
 
