@@ -220,8 +220,8 @@ def adamw(sources: Path, seed: int) -> None:
             put = partial(guarded, it.backend.runtime) if isinstance(it.backend, CudaBackend) else np.array
             weights, residual, units, *state = map(put, (x, g, exponents, g, squares, last, x[::-1] / 64))
             w, r, moments = it.tensor(weights), it.tensor(residual), Moments(*state)
-            for scale in (0.5, 1e38):
-                added = it.backend.add_quotient(it.tensor(put(g)), units, scale, r, True)
+            for scale, exponent in ((0.5, units), (1e20, put(np.full(n, 127, np.uint8)))):  # only squares overflow
+                added = it.backend.add_quotient(it.tensor(put(g)), exponent, scale, r, True)
                 assert added is (scale < 1)
             sums = it.entries(put(indices), put(values), n) if nnz < n else it.backend.nonzeros(put(values), (n,))
             made = it.backend.adamw(w, moments, units, sums, table, 1e-3, 1e-8, 7, True, 4)
