@@ -304,7 +304,9 @@ class TorchLife:
         try:
             with self.interrupts(alarm):
                 act()
-        except InterruptError:
+        except InterruptError as interrupt:
+            if isinstance(interrupt.__context__, sc.SparseCommError):  # the step had failed when the interrupt came
+                raise interrupt.__context__ from None
             waiting = self.life.front == "adamw" and getattr(optimizer._exchange, "exchanged", False)
             if optimizer.reducer.step == number or waiting:
                 act()
