@@ -523,6 +523,27 @@ def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, cuda: Deferr
             check_same(state, other)
 
 
+@pytest.mark.parametrize("P", [2, 4, 8])
+@pytest.mark.parametrize("density", [0.09, 1.0])
+def test_a_step_takes_two_trips_and_owners_share_the_state(P: int, density: float) -> None:
+    """For float32 weights, gradients included. In a trip, each rank sends a message to each other rank at most."""
+    n = 40_000
+
+    def program(transport: simulated.SimulatedTransport) -> float:
+        w, g = {"w": np.ones(n, np.float32)}, {"w": data.gradient("normal", n, "float32", transport.rank)}
+        optimizer = sc.SparseAdamW(w, density=density, comm=transport, check_weights_every=None)
+        for _ in range(3):
+            before = transport.counters.messages_sent
+            optimizer.step(g)
+        assert transport.counters.messages_sent - before == 2 * (P - 1)
+        state = optimizer.state_dict()
+        arrays = [w["w"], g["w"], state["residuals"]["w"], state["units"]["w"]]
+        arrays += [x for x in state["moments"]["w"].values() if isinstance(x, np.ndarray)]
+        return sum(array.nbytes for array in arrays) / n
+
+    assert all(result == pytest.approx(13 + 16 / P, abs=0.01) for result in run(P, program))
+
+
 @pytest.mark.parametrize("P", [1, 3])
 def test_training_resumes_from_a_state_after_any_step(P: int) -> None:
     """With the same bits, also between dense steps and the refresh of units."""

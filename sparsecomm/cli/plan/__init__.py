@@ -175,7 +175,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     every = sorted(arguments.sync_every)
     table = list(methods.ways(training, network, every, costs, arguments.optimizer))
     chosen, min_seconds = methods.best(table), min(way.seconds for way in table)
-    print(table_head({"sparsecomm": sc.__version__, **methods.described(training, network), **assumed}, _COLUMNS))
+    memory = {"memory": methods.memory(training)} if arguments.optimizer == "adamw" else {}
+    head = {"sparsecomm": sc.__version__, **methods.described(training, network), **memory, **assumed}
+    print(table_head(head, _COLUMNS))
     for way in table:
         print(table_line((way, min_seconds), _COLUMNS))
     lines = methods.advice(chosen, table, training, network)

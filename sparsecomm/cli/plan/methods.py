@@ -151,6 +151,13 @@ def described(training: Training, network: Network) -> dict[str, str]:
     }
 
 
+def memory(training: Training) -> str:
+    """Return the memory of float32 weights, gradients and AdamW's state on each rank: docs/reports/adamw.md."""
+    n, owned = training.parameters, 16 / training.ranks if training.ranks > 1 else 12
+    ours, dense = bytes_text((13 + owned) * n), bytes_text(16 * n)
+    return f"{ours} with SparseAdamW, {dense} with AdamW: weights, gradients, state"
+
+
 def advice(chosen: Way, table: Sequence[Way], training: Training, network: Network) -> list[str]:
     """Return the advice, line by line."""
     dense = next(way for way in table if way.method == DENSE)
