@@ -10,10 +10,10 @@ from sparsecomm.transport.base import Request
 
 
 class Clock:
-    """Adds up the seconds in which simulated ranks move messages, which are not work of the library.
+    """Adds up the seconds that simulated ranks spend on moving messages, which is not work of the library.
 
-    The transport copies messages within the process, and checks that their sender does not change them. Ranks take
-    turns only in its methods, so one rank may begin to move messages, and another one continue with its work.
+    The transport copies messages within the process, and checks that senders do not change them. It switches from rank
+    to rank only within its methods. Time therefore counts from when any rank enters a method until any rank leaves one.
     """
 
     def __init__(self, wait: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""Selection, merging and steps of AdamW on a CUDA device: results checked, floors and peers in the same run.
+"""Selection, merging and AdamW steps on a CUDA device: checked results, with floors and peers from the same run.
 
     python -m bench.gpu                     25.6M, 110M and 1G elements
     python -m bench.gpu --sizes 1e6,25.6e6 --write bench/results
@@ -8,7 +8,7 @@ A floor is the bytes that must move over the bandwidth of a device-to-device cop
 device's own time: the call captured into a CUDA graph and replayed over several inputs, larger together than the L2.
 A residual gets a new gradient in every call and replay, as in training: adding the same one again and again would
 pile up elements below the largest. "Called" is what a caller sees, Python and launches included. Peers are timed as
-called, by events on the device, and so are the functions of the library that programs call, on tensors of PyTorch.
+called, by events on the device. The library's public functions are also timed in this way, on PyTorch tensors.
 
 `bench.gpu_steps` describes how steps are measured; "host" is the time until a step returns. "Few values" are normal
 data rounded to whole numbers.
@@ -44,7 +44,7 @@ def main() -> int:
     options = parsed()
     try:
         import cupy
-        import greenlet  # noqa: F401 (of simulated ranks)
+        import greenlet  # noqa: F401 (simulated ranks need it)
 
         cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
@@ -141,9 +141,9 @@ class Run:
                     fused = median
                     row |= {"what": f"torch.optim.AdamW(fused=True), {what}", "floor_us": 28 * n / self.bandwidth * 1e6}
                 else:
-                    of = "one rank" if ranks == 1 else f"one of {ranks} ranks"
+                    subject = "one rank" if ranks == 1 else f"one of {ranks} ranks"
                     target = 2.0 if ranks == 1 else 1.2
-                    row |= {"what": f"SparseAdamW.step, {what}, {of}", "target": target, "sent_bytes": times.sent}
+                    row |= {"what": f"SparseAdamW.step, {what}, {subject}", "target": target, "sent_bytes": times.sent}
                     row["messages_us"] = float(np.median(times.messages)) * 1e6
                     row |= {"over_fused": median / fused, "met": median <= target * fused} if fused else {}
                     row |= {"host_us": float(np.median(times.host)) * 1e6} if ranks == 1 else {}
@@ -157,8 +157,8 @@ class Run:
     def _selection(self, n: int) -> None:
         cupy, rng = self.cupy, self.cupy.random.default_rng(0)
         count = max(1, min(16, SETS_BYTES // (4 * n)))
-        kept = 16 * ROUNDS * n * max(*self.options.densities, 64 / 4096)  # bytes of the results of all graphs
-        if 8 * n * count + kept + (8 << 30) > cupy.cuda.runtime.memGetInfo()[0]:
+        result_bytes = 16 * ROUNDS * n * max(*self.options.densities, 64 / 4096)  # of all graphs
+        if 8 * n * count + result_bytes + (8 << 30) > cupy.cuda.runtime.memGetInfo()[0]:
             print(f"# {n:,} elements left out: too little memory", file=sys.stderr)
             return
         gradients = 4 * ROUNDS  # one for each call and replay with a residual
@@ -227,7 +227,7 @@ class Run:
             self.ours(what, x.nbytes, 1.3, [lambda t=t, k=k: self.backend.topk(t, k, None)])
 
     def _public(self, what: str, k: int, vectors: Vectors) -> None:
-        """The functions that programs call, on PyTorch's tensors and stream."""
+        """Measure the public functions, on PyTorch's tensors and stream."""
         import sparsecomm as sc
         from sparsecomm.transport import simulated
 
@@ -363,7 +363,7 @@ class Run:
     # -- measuring --------------------------------------------------------------------------------------------------
 
     def _free(self) -> None:
-        """Return unused memory to the device, which CuPy and PyTorch keep in pools of their own."""
+        """Return the unused memory in the pools of CuPy and PyTorch to the device."""
         gc.collect()
         self.cupy.get_default_memory_pool().free_all_blocks()
         if "torch" in sys.modules:

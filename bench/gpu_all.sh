@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for whoever has one for some minutes: the most valuable first.
+# Runs everything that needs a GPU, the most valuable parts first, in as many minutes as you have a GPU.
 #
 #     bench/gpu_all.sh                     run what is missing, for 14 minutes
 #     bench/gpu_all.sh --minutes 30
@@ -7,8 +7,8 @@
 #
 # Each part writes its output to gpu-PART.txt in bench/results (--results FOLDER) with the machine, the versions and the
 # command. Some also write gpu-PART.json or gpu-training.jsonl. A part is complete if it ended with exit status 0.
-# A second start begins with parts that have not run yet, then repeats those that are not complete. Trainings continue.
-# To repeat a part, delete its file. No network is needed.
+# Start the script again to continue: it runs the parts that have not run yet, then repeats those that are not complete.
+# Trainings continue where they stopped. To repeat a complete part, delete its file. No network is needed.
 #
 # PYTHON is the interpreter. It needs PyTorch, CuPy, greenlet and the packages of the tests. If the library is not
 # compiled for it, the script compiles it first. For tests of this script, --run COMMAND runs `COMMAND PART SECONDS`
@@ -31,14 +31,14 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# PART:SECONDS, the most valuable first. A part takes no more seconds, and an interrupted one writes what it has.
+# PART:SECONDS, the most valuable first. After SECONDS a part is interrupted, and writes the results that it has.
 parts=(tests:240 sanitizer:120 step-124M:120 step-354M:120 step-985M:150 selection-25.6M:120 selection-110M:120
     selection-1000M:180 kernels:60 training-4:600 training-8:600)
 
 # Prints the command of a part ($1) that has $2 seconds.
 command_of() {
     local bench="'$python' -m bench.gpu --write build/gpu --name gpu-$1 --parts" training seconds=$(($2 - 60))
-    training="--out '$results/gpu-training.jsonl' --minutes $(awk "BEGIN { print $seconds / 60 }")"  # then it saves
+    training="--out '$results/gpu-training.jsonl' --minutes $(awk "BEGIN { print $seconds / 60 }")"  # it saves in the rest
     case $1 in
         tests) echo "'$python' -m pytest tests/gpu -q -ra" ;;
         sanitizer) echo "compute-sanitizer --tool memcheck --error-exitcode 1 '$python' -m tests.gpu.every_kernel 5000" ;;

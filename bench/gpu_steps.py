@@ -1,8 +1,8 @@
 """Times of a step of `SparseAdamW` and of PyTorch's fused AdamW, on tensors shaped as those of GPT-2.
 
-The step is timed alone: gradients are there already, and every step has new ones. Ranks are simulated and take turns on
-the device, so the time of one rank is that of all, divided by their number. It includes encoding and decoding messages,
-and copying them between device and host. It does not include moving them from rank to rank: see `bench.clock`.
+Only the step is timed. Each step gets new gradients, which are ready before it. Simulated ranks take turns on the
+device, so the time of one rank is the total, divided by the number of ranks. It includes encoding and decoding
+messages, and copying them between device and host, but not moving them from rank to rank: see `bench.clock`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def shapes_of(model: str) -> Shapes:
 
 
 def memory(n: int, ranks: int) -> int:
-    """Return about how many bytes the steps of simulated ranks need, or with 0 ranks those of AdamW."""
+    """Estimate the bytes that steps of ``ranks`` simulated ranks need; with 0 ranks, steps of PyTorch's AdamW."""
     return (9 * ranks + 24) * n * 13 // 10 + (2 << 30)
 
 
 def measured(shapes: Shapes, ranks: int, device: str) -> Times:
-    """Time steps of simulated ranks, or with 0 ranks of AdamW."""
+    """Time steps of ``ranks`` simulated ranks; with 0 ranks, steps of PyTorch's AdamW."""
     n, count = sum(map(math.prod, shapes.values())), max(1, ranks) * (WARMUP + ROUNDS + 1)
     torch.manual_seed(0)
     numbers = torch.randn(n + count * SHIFT, device=device)

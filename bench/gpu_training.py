@@ -9,19 +9,19 @@ Ranks are simulated in one process and take turns on the GPU. Each has its own w
 step adds up the gradients of all ranks in one model, and makes one step of PyTorch's fused AdamW. Both ways share the
 initial weights, the batches and the learning rates, and use PyTorch's default betas and bfloat16 autocast.
 
-The text is the Python source of this machine: the standard library and the installed packages. Tokens are words with
-the space before them, signs, digits, and line ends with their indentation. The vocabulary holds the 50,304 most
-frequent ones; rarer words are spelled. One file in 20 is held out.
+The text is the Python source on this machine: the standard library and the installed packages. A token is a word with
+the space before it, a digit, another character, or a line end with the indentation that follows. The vocabulary holds
+50,304 tokens; rarer words are split into characters. One file in 20 is held out.
 
-Every few steps, the file OUT gets a line of JSON with losses, bytes and times. With ``--minutes``, the program stops in
-time and writes a checkpoint to FOLDER, from which the same command continues.
+Every few steps, the program adds a line of JSON to the file OUT, with losses, bytes and times. With ``--minutes``, it
+stops in time and writes a checkpoint to FOLDER. Repeat the command to continue.
 
-- ``loss``, ``training_loss``: in nats per token, held out, and the mean since the last line.
-- ``bytes``: bytes that a rank has sent per weight and step, counted by the library; for dense, those of a ring.
+- ``loss``: on held-out text, in nats per token. ``training_loss``: the mean since the last line.
+- ``bytes``: bytes that a rank has sent per weight and step, counted by the library; for dense, computed for a ring.
 - ``ms``: medians of the steps since the last line. ``backward`` is the forward and backward pass of one rank, with
   clipping. ``step`` is the optimizer's own work on one rank: it includes encoding and decoding messages, and copying
   them between device and host. ``messages`` is the time for moving the messages of one rank within this process, which
-  is left out of ``step``. ``whole`` is the step of all ranks.
+  ``step`` does not include. ``whole`` is the total time of a step on all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from sparsecomm.optimizers.adamw import DENSITY
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import simulated
 
-HELD_OUT = 20  # one file in so many is held out
+HELD_OUT = 20  # one file in 20 is held out
 MAX_FILE = 500_000  # bytes; longer files are mostly tables
 NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
 TOKEN = re.compile(r" ?[A-Za-z_]+|\n *| +|.")
@@ -64,7 +64,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """A training. Lines and checkpoints of equal settings belong together."""
+    """The settings of a training. They identify its lines in OUT and its checkpoint."""
 
     way: str = "dense"  # or "sparse"
     ranks: int = 4
@@ -72,7 +72,7 @@ class Setting:
     steps: int = 2000
     seed: int = 0
     rate: float = 6e-4  # the largest learning rate
-    clip: float = 1.0  # norm of the mean gradient; a rank clips its own at sqrt(P) times this
+    clip: float = 1.0  # largest norm of the mean gradient; a rank clips its own gradient at sqrt(P) times this
     density: float = 0.0  # 0: dense
     layers: int = 12
     width: int = 768
@@ -105,7 +105,7 @@ class Text:
 
 
 def sources(limit: int, *, packages: bool) -> Iterator[tuple[str, str]]:
-    """Yield names of modules with their ASCII text, ``limit`` bytes in all, in an order that mixes the packages."""
+    """Yield names and ASCII texts of modules, at most ``limit`` bytes of text, in an order that mixes the packages."""
     paths = sysconfig.get_paths()
     folders = [Path(paths["stdlib"]), *(Path(paths[name]) for name in ("purelib", "platlib") if packages)]
     files = {}
@@ -127,7 +127,7 @@ def sources(limit: int, *, packages: bool) -> Iterator[tuple[str, str]]:
 
 
 def tokens_of(setting: Setting, *, packages: bool) -> Text:
-    """Read sources and split them into tokens. The vocabulary is that of the training files."""
+    """Read sources and split them into tokens. Words enter the vocabulary by their frequency in the training files."""
     number: dict[str, int] = {}
     parts: list[list[NDArray[np.int32]]] = [[], []]
     sizes, digest = Counter[str](), hashlib.sha256()
@@ -150,7 +150,7 @@ def tokens_of(setting: Setting, *, packages: bool) -> Text:
 
     def encoded(numbers: NDArray[np.int32]) -> Tokens:
         each = lengths[numbers]
-        shift = starts[numbers] - (np.cumsum(each) - each)  # from the place in the result to that in the table
+        shift = starts[numbers] - (np.cumsum(each) - each)  # from a position in the result to the one in the table
         result: Tokens = table[np.repeat(shift, each) + np.arange(each.sum())]
         return result
 
@@ -171,7 +171,7 @@ def tokens_of(setting: Setting, *, packages: bool) -> Text:
 
 
 def text_of(setting: Setting, folder: Path, *, packages: bool) -> Text:
-    """Return the text, which a file in ``folder`` keeps for the next part of a training."""
+    """Return the text. It is stored in ``folder``, so that the next part of a training uses the same text."""
     file = folder / f"text-{setting.text_bytes}-{setting.words}.npz"
     if not file.exists():
         text = tokens_of(setting, packages=packages)
@@ -250,7 +250,7 @@ def groups_of(model: nn.Module, *, named: bool) -> list[dict[str, Any]]:
 
 @dataclass
 class Progress:
-    """What a step's ranks have done so far. Simulated ranks may be in different steps."""
+    """Results of the ranks that have ended a step. Other simulated ranks may still be in it."""
 
     losses: list[Tensor] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)  # bytes of each rank per weight, in all steps
@@ -269,7 +269,7 @@ class Training:
         self.losses: list[float] = []  # of the steps since the last line
         self.backward = self.paused = 0.0  # seconds in passes, and in evaluations
         self.clock = Clock(self._wait)
-        self.marks: list[tuple[float, ...]] = []  # at the ends of steps: time without pauses, in passes, for messages
+        self.marks: list[tuple[float, ...]] = []  # after each step: seconds without pauses, in passes, for messages
 
     def ends_before(self, step: int) -> bool:
         """Return whether to stop before a step. The first rank that asks decides for all."""
@@ -297,7 +297,7 @@ class Training:
         return {"step": self.end, "model": models[0], "optimizers": optimizers, "sent": sent, "losses": self.losses}
 
     def rank(self, transport: simulated.SimulatedTransport | None) -> None:
-        """Train one simulated rank; or without a transport, do the work of all."""
+        """Train one simulated rank; without a transport, do the work of all ranks."""
         setting, saved = self.setting, self.saved
         number = 0 if transport is None else transport.rank
         mine = range(setting.ranks) if transport is None else range(number, number + 1)
@@ -332,7 +332,7 @@ class Training:
         self.states[number] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sent": sent}
 
     def _backward(self, model: GPT2, step: int, ranks: range, limit: float) -> list[Tensor]:
-        """Set the gradients to the clipped mean of some ranks, and return their losses."""
+        """Set the gradients to the clipped mean over ``ranks``, and return the loss of each of these ranks."""
         setting, started, losses = self.setting, self._wait(), []
         random = np.random.default_rng([setting.seed, step])
         starts = random.integers(len(self.text.training) - setting.length - 1, size=(setting.ranks, setting.batch))
@@ -397,7 +397,7 @@ class Training:
         self.marks.append((self._wait() - self.paused, self.backward, self.clock.messages))
 
     def _times(self) -> dict[str, float]:
-        """Return medians in ms, of one rank except for the whole step."""
+        """Return medians in ms: of one rank, and for "whole" of all ranks."""
         whole, backward, messages = np.diff(np.array(self.marks).T * 1e3)
         ranks, steps = self.setting.ranks, 1 if self.setting.way == "dense" else self.setting.ranks
         parts = {"backward": backward / ranks, "step": (whole - backward - messages) / steps}
@@ -409,7 +409,7 @@ class Training:
 
 
 def read(file: Path) -> dict[Setting, dict[int, Row]]:
-    """Return the lines of a file by setting and step; of equal ones the last."""
+    """Return the lines of a file by setting and step. A later line replaces an earlier one."""
     found: dict[Setting, dict[int, Row]] = {}
     for line in file.read_text().splitlines() if file.exists() else []:
         row = json.loads(line)
@@ -480,9 +480,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, kind in {"ranks": int, "batch": int, "steps": int, "seed": int, "rate": float, "clip": float}.items():
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=f"({getattr(default, name)})")
     parser.add_argument("--density", type=float, default=DENSITY, metavar="N", help=f"of SparseAdamW ({DENSITY})")
-    parser.add_argument("--every", type=int, metavar="N", help="steps from line to line (a fortieth)")
-    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="stop before a step after so long")
-    parser.add_argument("--part", type=int, metavar="N", help="stop after so many steps of a training")
+    parser.add_argument("--every", type=int, metavar="N", help="add a line every N steps (a fortieth)")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="start no step after N minutes")
+    parser.add_argument("--part", type=int, metavar="N", help="stop each training after N more steps")
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-training.jsonl"), help="the file of results (%(default)s)"
     )
@@ -528,7 +528,7 @@ def card(device: str) -> str:
 
 
 def trained(setting: Setting, text: Text, options: argparse.Namespace, about: Row, deadline: float) -> bool:
-    """Train until the deadline, unless that is done. Return whether the training is complete."""
+    """Train until the deadline, unless the training is complete. Return whether it is complete now."""
     if setting.steps in read(options.out).get(setting, {}):
         return True
     if time.monotonic() > deadline:
@@ -562,9 +562,7 @@ def trained(setting: Setting, text: Text, options: argparse.Namespace, about: Ro
     unfinished = checkpoint.with_suffix(".new")
     torch.save(saved, unfinished)
     unfinished.replace(checkpoint)
-    print(
-        f"{setting.way}: stopped before step {saved['step'] + 1}, in {checkpoint}; start again to continue", flush=True
-    )
+    print(f"{setting.way}: stopped before step {saved['step'] + 1}, saved {checkpoint}; repeat to continue", flush=True)
     return False
 
 

@@ -10,11 +10,11 @@
     python -m bench.slow_network run --ranks 2 --rate 100mbit -- python -m bench.training overlap
 
 - ``ddp``: the time per step of DistributedDataParallel over gloo, dense and with the sparse hook, on the same model.
-- ``adamw``: the same under AdamW, by `sparsecomm.torch.SparseAdamW`. On one rank, for which a step is the optimizer's
-  own work, with a gradient that is there: its time over that of PyTorch's fused AdamW. With ``--simulated``, the work
-  of one of so many simulated ranks, which includes encoding and decoding messages.
-- ``memory``: how much the resident memory of a rank grows per weight, with its gradient and everything that
-  `SparseAdamW` keeps: from step to step, and at the peak in a step. Linux only.
+- ``adamw``: the same under AdamW, by `sparsecomm.torch.SparseAdamW`. On one rank, the optimizer's
+  work alone, with gradients that are ready: its time divided by the time of PyTorch's fused AdamW. With
+  ``--simulated N``, the work of one of N simulated ranks, which includes encoding and decoding messages.
+- ``memory``: bytes of resident memory per weight on each rank, after the last step and at the peak in a step. They
+  include the weight, its gradient and everything that `SparseAdamW` stores. Linux only.
 - ``hook``: what the hook costs where the network is infinitely fast: one rank, against a hook that does nothing, in
   times of reading all gradients twice.
 - ``overlap``: the fraction of the exchange time that overlap with computation of the same length does not hide.
@@ -158,7 +158,7 @@ def memory(args: argparse.Namespace) -> None:
         return next(int(each.split()[1]) << 10 for each in lines if each.startswith(line))
 
     trained: list[Any] = []
-    train(args.parts * 4096)  # loads what is imported when it is first used
+    train(args.parts * 4096)  # the first use imports more modules
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     train(args.elements)

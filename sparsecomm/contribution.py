@@ -254,10 +254,10 @@ class Contribution:
 
     def _take_topk_between(self, begin: int, end: int, k: int) -> SparseVector:
         """Select the top-k between two indices, and remove it from the residual if there is one."""
-        part, index = self._range(begin, end), index_dtype(self.size)
+        part, dtype = self._range(begin, end), index_dtype(self.size)
         first = self.backend.topk(part, k, None) if self._residual is None else self._take_topk(part, k)
-        indices: Any = first.indices.astype(index, copy=False)
-        entries, offset = SparseVector.trusted(indices, first.values, self.size, self.shape), index.type(begin)
+        indices: Any = first.indices.astype(dtype, copy=False)
+        entries, offset = SparseVector.trusted(indices, first.values, self.size, self.shape), dtype.type(begin)
         removed = self._residual, entries
         indices += offset  # in place, which needs no memory
         if self._residual is not None:

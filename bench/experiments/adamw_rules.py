@@ -74,7 +74,7 @@ class Rule:
         if self.way == "sparse_adamw" and (self.optimizer != "adamw" or self.bits not in _WIRES):
             raise ValueError("way=sparse_adamw: expected optimizer=adamw, and bits=1,2,4,8 or 32")
         if self.weights == "masters" and self.way == "sparse_adamw":
-            raise ValueError("weights=masters: owners of way=sparse_adamw keep them anyway; expected weights=bfloat16")
+            raise ValueError("weights=masters: way=sparse_adamw needs no float32 copies; expected weights=bfloat16")
         if self.way == "onebit" and self.optimizer != "adamw":
             raise ValueError(f"way=onebit is 1-bit Adam: expected optimizer=adamw, got {self.optimizer}")
 

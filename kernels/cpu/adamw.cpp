@@ -49,7 +49,7 @@ bool quotients_are_finite(const typename X::Bits* x, const UnitExponent<Accumula
                           int threads) {
     constexpr double MAX = 0.5 * double(std::numeric_limits<Accumulator>::max());
     const double largest = scale * double(X::widen(largest_of<X>(x, size, threads)));
-    if (!(largest < std::sqrt(MAX))) return false;  // true for NaN
+    if (!(largest < std::sqrt(MAX))) return false;  // also if it is NaN
     return largest < MAX * double(std::numeric_limits<Accumulator>::min()) ||
            largest < MAX * double(smallest_unit<Accumulator>(exponents, size, threads));
 }
@@ -59,7 +59,7 @@ Quotients<F16, float> quotients_of(F16) { return isa().quotients16; }
 Quotients<BF16, float> quotients_of(BF16) { return isa().quotients_bf16; }
 Quotients<F64, double> quotients_of(F64) { return isa().quotients64; }
 
-// Returns the exponent of a unit after a jump, as a valid one.
+// Returns the exponent of a unit after a jump, clamped to valid exponents.
 template <class Accumulator>
 UnitExponent<Accumulator> jumped(int exponent, int jump) {
     return UnitExponent<Accumulator>(std::clamp(exponent + jump, 1, 2 * std::numeric_limits<Accumulator>::max_exponent - 2));

@@ -19,7 +19,7 @@ class Scratch {
 
     void* take(size_t bytes, size_t* granted);  // throws std::bad_alloc
     void give(void* memory, size_t granted) noexcept;
-    void release(size_t keep) noexcept;  // return memory that is kept to the system, except for ``keep`` bytes
+    void release(size_t keep) noexcept;  // unmap memory that is not in use, except for `keep` bytes
 
   private:
     struct Block {

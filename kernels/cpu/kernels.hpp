@@ -191,11 +191,11 @@ struct AdamWResults {
 size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means, bool int64_indices, const void* rows,
              size_t count, double unit_eps, double eps, double limit, double margin, int32_t step, AdamWResults to, int threads);
 
-// Stores results of `adamw`: see `Backend.store_adamw`. `indices` are null, or as there; `count` is the number of entries.
+// Stores results of `adamw`: see `Backend.store_adamw`. `indices` may be null, as there; `count` is the number of entries.
 //
 //   weights    [in,out]  n elements; written if `write`
 //   moments    [in,out]  n elements each
-//   exponents  [in,out]  n exponents, as in `add_quotient`, or null; then `from` needs no changes
+//   exponents  [in,out]  n exponents, as in `add_quotient`, or null; if null, `from.changes` may be null
 void store_adamw(Dense weights, Moments moments, void* exponents, Sparse indices, bool int64_indices, AdamWResults from,
                  int32_t step, bool write, int threads);
 

@@ -1,4 +1,4 @@
-// AdamW for the sums of an exchange, which may contain only a few of the weights: kernels/cpu/adamw.cpp, with the same results.
+// AdamW's steps with the sums of an exchange, for all weights or a few. The results are those of kernels/cpu/adamw.cpp.
 //
 // Compiled for X (FORMAT), the format of weights and gradients, and INDEX; all other numbers have X's accumulator type. Grids:
 // any number of blocks. Deterministic: each element or entry is the work of one thread.
@@ -58,7 +58,7 @@ check_quotients(const Bits* x, const Exponent* exponents, u64 n, Real scale, u32
 // residual += scale * x / unit, each operation rounded, unless there are `faults`.
 //
 //   x, exponents  [in]      n elements, and the exponents of their units
-//   faults        [in]      their number; or null
+//   faults        [in]      how many were found; or null
 //   residual      [in,out]  n elements
 KERNEL void __launch_bounds__(DENSE_THREADS)
 add_quotients(const Bits* x, const Exponent* exponents, u64 n, Real scale, const u32* faults, Real* residual) {

@@ -32,7 +32,7 @@ class Backends:
         return self._cuda[device.index]
 
     def release(self, keep: int) -> None:
-        """Return host memory that is kept for later calls to the system, except for ``keep`` bytes."""
+        """Give unused scratch memory of the host back to the system, except for ``keep`` bytes."""
         self._scratch.release(keep)
 
 

@@ -74,7 +74,7 @@ cdef class Scratch:
     cdef Memory memory
 
     def release(self, size_t keep):
-        """Return memory that is kept to the system, except for ``keep`` bytes."""
+        """Give unused memory back to the system, except for ``keep`` bytes."""
         self.memory.release(keep)
 
 

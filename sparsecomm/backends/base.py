@@ -315,7 +315,7 @@ class Backend:
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
         """Add changes, rounded to integers of at most `MAX_JUMP`, to exponents, and convert a residual.
 
-        The residual has the accumulator dtype. One that would become infinite becomes the largest finite number.
+        The residual has the accumulator dtype. Values that would become infinite become the largest finite number.
         """
         memory, index = self.memory_of(residual), changes.indices
         xp, max_, old = library_of(memory), np.finfo(memory.dtype).max, exponents[index]
@@ -447,7 +447,7 @@ class Backend:
     # -- packed entries: sparsecomm/wire/formats.py -------------------------------------------------------------------
 
     def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
-        """Return the entries with values rounded to a kind, without zeros, and the rounding errors, even if zero."""
+        """Return the entries rounded to a kind, without zeros, and the rounding errors of all entries, also if zero."""
         rounded, errors, zeros = self.quantize_values(entries.values, kind)
         narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
@@ -482,6 +482,6 @@ class Backend:
 
 
 def _jumped(exponents: Array, jumps: Array, real: Any) -> Array:
-    """Return exponents of units after jumps, as valid ones."""
+    """Return exponents of units after jumps, clipped to valid exponents."""
     new = library_of(jumps).clip(exponents.astype(np.int32) + jumps, 1, 2 * np.finfo(real).maxexp - 2)
     return new.astype(exponents.dtype)

@@ -281,7 +281,7 @@ def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
 
 
 class WordsGather(Call):
-    """Gives all ranks the words of all ranks, in order of rank."""
+    """All-gathers words, in order of rank."""
 
     name = "words of all ranks"  # in the call signature
 

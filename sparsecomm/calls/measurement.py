@@ -114,8 +114,8 @@ class LinkMeasurement(Call):
         """Prepare it; ``seconds`` is the time budget of `sparsecomm.tuning.links.Probe.measure`."""
         super().__init__(transport)
         self.links: Links | None = None
-        self.costs: KnownCosts | None = None  # that follow from the links
-        self.must_roll_back = False  # the caller, after an error: it has begun, or the transport has failed
+        self.costs: KnownCosts | None = None  # computed from the links
+        self.must_roll_back = False  # after an error, the caller must: the call has begun, or the transport failed
         self._probe, self._seconds, self._last_success = Probe(transport), seconds, transport.last_success
         self.comm = self._probe.comm
 

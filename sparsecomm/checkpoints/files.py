@@ -142,7 +142,7 @@ class Format:
     def read(
         self, path: Path, checkpoint: CheckpointId, rank: int, *, arrays: bool = True
     ) -> tuple[str, dict[str, Any]]:
-        """Return the save ID and the states of a file, in which arrays may be missing without ``arrays``.
+        """Return the save ID and the states of a file. If ``arrays`` is false, the states may lack arrays.
 
         Raise `InvalidInputError` if the file is damaged, or belongs to another checkpoint or rank; and
         `FileNotFoundError` if it does not exist.

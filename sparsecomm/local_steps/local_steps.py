@@ -148,7 +148,7 @@ class LocalSteps:
         )
         self._rules = Rules(self._schedule, outer, alpha, float(options["decay"]))
         compared = {**options, "skip_nonfinite": to_bool("skip_nonfinite", skip_nonfinite)}
-        self._settings: dict[str, object] = {  # those that `rebuild` compares between ranks, by name for an error
+        self._settings: dict[str, object] = {  # that `rebuild` compares between ranks; errors show the keys
             **asdict(self._schedule),
             "fragment_update_alpha": alpha,
             "density": density_at(density, 0),

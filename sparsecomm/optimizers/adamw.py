@@ -18,7 +18,7 @@ units are the same on all ranks. In every step
    A sum of n noisy gradients has n times the variance of one, hence G^2 / n and not (G / n)^2;
 4. the owner sends the change of each weight, rounded to few bits, to all ranks, which add it. The owner keeps what
    rounding has lost, the compensation, and adds it to the weight in the next step there. So 16-bit weights train as
-   with a float32 copy. The message also says how exponents of units change, to follow sqrt(v) + eps.
+   if a float32 copy were kept. The message also says how exponents of units change, to follow sqrt(v) + eps.
 
 In a step of density 1.0, owners receive whole sums and send new weights: this is AdamW. A single rank changes its
 weights without rounding. Units begin at sqrt(v) + eps for v = `START` (1 - b2) times the mean square of the tensor's
@@ -326,7 +326,7 @@ class LazyAdamW:
             ]
             return SparseStep(overflows, [0 * each for each in jumps], OVERFLOW if finite else NOT_FINITE)
         changes: Any = [each.results.changes for each in made]
-        if self._reducer.transport.size > 1:  # owners keep what they send no longer than necessary
+        if self._reducer.transport.size > 1:  # `store_adamw` needs no changes: free them early
             made = [each._replace(results=each.results._replace(changes=None)) for each in made]
         self._made[bucket] = made
         return SparseStep(changes, jumps, FINE)
@@ -522,7 +522,7 @@ class LazyAdamW:
             bucket, exponents, steps[name] = reducer.bucket(name), reducer.exponents(name), step
             bucket.units_lag = bool(lag)
             with self.on_stream(name):
-                if not has_moments:  # a step that failed may have begun with them on other ranks
+                if not has_moments:  # other ranks may have moments from a step that failed
                     bucket.discard(name)
                     exponents[:] = 0
                     continue

@@ -33,7 +33,7 @@ class SparseAdamW:
             optimizer.step(gradients)
 
     Each step is collective. Weights are the same on all ranks, bit for bit. A rank keeps AdamW's state of the weights
-    that it owns, and stores the gradient that it has not sent in residuals. By default a step updates about 9 % of the
+    that it owns. Its residuals store gradients that it has not sent yet. By default a step updates about 9 % of the
     weights. A weight that was last updated 11 steps ago makes 11 steps of AdamW at once. Use the learning rate that is
     best with dense gradients. At ``density=1.0`` this is AdamW with dense, exact sums.
 

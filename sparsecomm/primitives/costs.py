@@ -63,7 +63,7 @@ class Problem:
     element_bytes: int = 4  # bytes of a dense element
     num_nodes: int | None = None  # nodes, which have equally many ranks; None: one per rank
     packed: bool = False  # whether the time of packing and unpacking counts
-    exact_sums: bool = True  # of messages. Rounded values and means do not show which sums are the largest
+    exact_sums: bool = True  # in messages, which then show which sums are the largest; rounded sums and means do not
 
     @property
     def per_node(self) -> int:

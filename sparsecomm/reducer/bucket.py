@@ -114,7 +114,7 @@ class Bucket:
     def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
         """Add ``scale`` times a gradient to the residual; ``None``: this rank has none, and nothing changes.
 
-        ``add`` adds a value computed from the gradient instead. Not with momentum or clipping.
+        ``add`` adds a value computed from the gradient instead. Not supported with momentum or clipping.
         """
         name = spec.name
         if gradient is not None:

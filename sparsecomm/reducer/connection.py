@@ -75,7 +75,7 @@ class Buckets:
             for positions, dense in layout(sent, s.scope, s.dense_below, bucket_bytes)
         ]
         empty = [Bucket([spec], True, s, backends, num_ranks) for spec in specs.values() if not spec.size]
-        # Also of tensors without elements, which are never sent.
+        # Includes tensors without elements, which are never sent.
         self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
         common = {
             "op": s.options.op, "scope": s.scope, "chunk": s.chunk, "momentum": s.momentum, "masking": s.masking,
@@ -276,7 +276,7 @@ class Members:
                 f"rank {transport.rank}: all {transport.size} ranks join; pass joining=False on at least one rank, "
                 "which continues with its state"
             )
-        self.lead = self.all.index(self.stay[0])  # a rank
+        self.lead = self.all.index(self.stay[0])  # the rank from which others take state
 
     def rebuilt(self, elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
         """Return the result. ``elements``: size of each rank's residuals. A ``unit`` has ``steps_of_unit`` steps."""

@@ -458,7 +458,7 @@ class Reducer:
         return PreparedState({key: found[key] for key in REDUCER.keys}, commit, found, buckets=buckets)
 
     def release_memory(self) -> None:
-        """Return memory that is kept for later calls to the system, except for about half a byte per element."""
+        """Give unused scratch memory back to the system, except for about half a byte per element."""
         keep = max(_KEEP, sum(spec.size for spec in self._specs.values()) // 2)
         self._connection.queue.backends.release(keep)
         self._connection.backends.release(keep)

@@ -74,7 +74,7 @@ class SparseAdamW(SparseOptimizer):
 
     Each weight has one owner, the rank that keeps its state: that of `torch.optim.AdamW` (``step``, ``exp_avg``,
     ``exp_avg_sq``), ``last_step``, an int32 tensor with the step of each weight's last update, and with several ranks
-    ``compensation``, what rounding has lost from each weight. So 16-bit weights train as with float32 copies.
+    ``compensation``, the rounding error of each weight. So 16-bit weights train as if float32 copies were kept.
     ``optimizer.state[p]`` has this rank's part: in the parameter's shape if the rank owns all of it, otherwise flat.
     Between steps, a program may change, replace or delete the state, on all ranks alike: the next step uses it. It may
     also put in the moments of whole parameters. To load a state of `torch.optim.AdamW`, call ``residuals_apart()``

@@ -217,8 +217,8 @@ class Transport(ABC):
     def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
         """Exchange the contents of the current call with ``peer``, whose call differs, before `abort`.
 
-        Signal handlers wait until it returns the peer's contents, perhaps damaged, or ``None`` if they do not arrive
-        within a few seconds. Raises `CollectiveMismatchError` or `TransportError` if meanwhile a rank leaves the call.
+        Returns the peer's contents, perhaps damaged, or ``None`` if they do not arrive within a few seconds. Meanwhile,
+        signal handlers wait. Raises `CollectiveMismatchError` or `TransportError` if a rank leaves the call.
         """
         return None
 

@@ -85,7 +85,7 @@ class Agreement:
 
     def __init__(self, comm: MPI.Comm, spin: float) -> None:
         """Vote on the calls of ``comm``, beginning with call 1. ``spin``: seconds of busy waiting."""
-        self.voted = self.approved = 0  # the latest call on which this rank has voted, and for which it has voted
+        self.voted = self.approved = 0  # the latest calls on which this rank has voted, and voted yes
         self._comm, self._spin, self._lock = comm, spin, Lock()
         self._open: dict[int, tuple[MPI.Request, array[int]] | None] = {}  # votes whose decision has not been read
         self._decision = 0, False  # the latest call whose decision has been read, and the decision

@@ -216,7 +216,7 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
 def test_a_call_after_one_that_stopped_between_two_launches(
     stopped: str, backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels count on zeros that those before them leave."""
+    """Kernels expect that earlier kernels have left zeros in the shared state."""
     x, y = (data.gradient("normal", 9000, "float32", seed) for seed in range(2))
     a, b = (backend.topk(on_device(v), 900, None) for v in (x, y))
     expected, wanted = reference.topk(x, 90), reference.topk(x, 900)
@@ -287,7 +287,7 @@ def captured(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, stream: 
 def test_a_graph_beside_calls_that_are_not_captured(
     warm: bool, cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the first call on its stream. Other calls are made before it is replayed, on the same stream, too."""
+    """The graph may be the first call on its stream. Other calls run before each replay, also on this stream."""
     theirs, x, out = cuda.new_stream(), data.gradient("normal", 4000, "float32"), np.zeros(4000, np.float32)
 
     def eager(seed: int) -> None:

@@ -96,7 +96,7 @@ def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
 @pytest.mark.parametrize("in_thread", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_the_host_reads_is_read_on_its_device_after_the_work_that_writes_it(seed: int, in_thread: bool) -> None:
-    """By another thread, or while another device is current. The work is on a stream that nobody follows."""
+    """Another thread reads, or another device is current. No other stream waits for the stream of the work."""
     other, runtime = (DeferredRuntime(seed=seed, device=index) for index in range(2))
     backend, x = CudaBackend(runtime, radix_max_size=50, spare_candidates=2000), gradient(1, seed)
     before = runtime.make_current(runtime.new_stream())

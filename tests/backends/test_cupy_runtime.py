@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_to(
 def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the program uses PyTorch on a GPU; small arrays come from CuPy's pool, and all do without PyTorch."""
+    """If the program uses PyTorch on a GPU. Other small arrays, and all without PyTorch, come from CuPy's pool."""
     module, log = importlib.import_module(NAME), list[Any]()
     stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
     memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}

@@ -17,7 +17,7 @@ from sparsecomm.transport import simulated
 from tests.processes import LIMIT, ROOT
 
 SCRIPT = ROOT / "bench" / "gpu_all.sh"
-# Its arguments are a folder, a part and the seconds it has.
+# Runs instead of a part. Its arguments are a folder, the part, and the seconds that the part may take.
 PROGRAM = """
 import pathlib, sys, time
 folder, part, seconds = sys.argv[1:]
@@ -92,7 +92,7 @@ def test_no_part_begins_late(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_part_keeps_its_output(tmp_path: Path) -> None:
-    """As one whose time is over; the script ends without the other parts."""
+    """A part is interrupted in the same way when its time is over. The script then runs no other parts."""
     (tmp_path / "tests").write_text("sleep")
     (tmp_path / "program.py").write_text(PROGRAM)
     run = f"'{sys.executable}' '{tmp_path}/program.py' '{tmp_path}'"
@@ -137,7 +137,7 @@ def test_steps_are_timed_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_clock_leaves_out_messages() -> None:
-    """With a time that only work and messages advance, whoever has the turn."""
+    """This test's time advances only when a rank works, or sends a message, which takes 1000 seconds."""
     pytest.importorskip("greenlet")
     now, total = [0], []
     clock = Clock(lambda: now[0])

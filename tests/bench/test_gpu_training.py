@@ -72,7 +72,7 @@ def test_no_time_is_left(folder: Path) -> None:
 
 
 def test_all_entries_by_sparse_adamw_are_dense(folder: Path) -> None:
-    """No rank clips, because ranks clip by their own norms."""
+    """Without clipping, because sparse ranks clip by their own norms, and dense ranks by the norm of the mean."""
     _, found = train(folder, "all", "--density", 1.0, "--clip", 1e9)
     _, one_rank = train(folder, "one", "--ranks", 1, "--batch", 4, "--clip", 1e9, "--ways", "dense")
     for step in (2, 4, 5):

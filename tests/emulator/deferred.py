@@ -32,8 +32,8 @@ class DeferredRuntime(EmulatedRuntime):
     Device memory that is freed goes at once to the next array of the stream that was current when it was made. It is
     filled with poison as the first work on it; pinned memory is so at once.
 
-    The current stream is that of a thread, and every simulated rank counts as a thread. As with CuPy, work goes to the
-    current stream of the thread's current device, which may be another one; `enter` makes this one current.
+    Each thread has its own current stream; a simulated rank counts as a thread. As with CuPy, work goes to the current
+    stream of the thread's current device, which may be another device; `enter` makes this device current.
     """
 
     def __init__(self, *, seed: int = 0, device: int = 0, **settings: Any) -> None:
@@ -54,7 +54,7 @@ class DeferredRuntime(EmulatedRuntime):
 
     @property
     def own_stream(self) -> Stream:
-        """The stream that is current while this device is."""
+        """The thread's current stream on this device, even while another device is current."""
         return self._current.get(getcurrent(), self.streams.legacy)
 
     def enqueue(self, work: Callable[[], object] | None, *after: Event) -> None:

@@ -204,7 +204,7 @@ def densify(sources: Path, seed: int) -> None:
 
 
 def adamw(sources: Path, seed: int) -> None:
-    """For some of the weights and for all, beside the CPU's kernels. Some waits are longer than the table."""
+    """Compare with the CPU, for some weights and for all. Some weights missed more steps than the table has rows."""
     n, rng = 3000, np.random.default_rng(seed)
     x, g = (data.gradient("normal", n, "float32", seed + i) for i in range(2))
     table = rng.random((6, 6)).astype(np.float32)

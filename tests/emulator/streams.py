@@ -60,7 +60,7 @@ class Stream:
         blocking: the legacy default stream waits for it.
         pool: memory that was allocated while it was current.
         given, done: how many operations so far.
-        graph: while the stream is being captured, the work that it was given instead.
+        graph: the work captured so far; ``None`` if the stream is not being captured.
     """
 
     def __init__(self, streams: Streams, handle: int, blocking: bool) -> None:

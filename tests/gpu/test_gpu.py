@@ -196,7 +196,7 @@ def test_a_captured_graph(n: int) -> None:
 
 
 def test_a_graph_of_pytorch() -> None:
-    """Its stream is not CuPy's. Calls that cannot be captured do it no harm, nor does memory that is used elsewhere."""
+    """Its stream is not CuPy's. Refused calls during the capture, and calls before replays, change nothing."""
     torch = pytest.importorskip("torch")
     n, k = 3_000_000, 30_000
     x, r, out = (torch.zeros(n, device="cuda") for _ in range(3))

@@ -759,7 +759,7 @@ def test_ranks_that_are_a_step_apart_go_on_together(behind: int) -> None:
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("dense_steps", [0, 3])
 def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(dense_steps: int, behind: int) -> None:
-    """It has no moments yet, or after dense steps the units of before."""
+    """That rank has no moments yet, or after dense steps still has the old units."""
 
     def begin(transport: simulated.SimulatedTransport) -> sc.SparseAdamW:
         optimizer = sc.SparseAdamW(weights(), 0.01, comm=transport, density=0.3, dense_steps=dense_steps)

@@ -139,7 +139,7 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
 
 
 def test_weights_of_another_dtype_are_refused_on_all_ranks() -> None:
-    """Also on a rank without gradients, which would wait for the others."""
+    """Also on a rank without gradients, which would otherwise wait for the others."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         mine = OfTorch(transport, **RULE)
@@ -487,7 +487,7 @@ def test_parts_after_ranks_have_joined() -> None:
 
 @pytest.mark.parametrize("fails", [0, 1])
 def test_ranks_go_on_if_the_first_moments_failed_on_a_rank(fails: int) -> None:
-    """All ranks take whether moments have begun from the first rank."""
+    """The first rank decides for all ranks whether moments have begun."""
 
     def program(transport: simulated.SimulatedTransport) -> list[Any]:
         mine = Parts(transport)

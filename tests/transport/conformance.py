@@ -205,10 +205,10 @@ def messages_in_pieces(comm: Ranks) -> None:
 
 
 class Staged(MessageMemory):
-    """Host memory to which a device copies a message while it is sent, and from which it copies what has landed.
+    """Host memory of a message: a device copies pieces to it before they are sent, or from it after they have arrived.
 
-    ``barrier`` is entered once by the sender of a message of several pieces before the third one is there, and once by
-    its receiver when the first one has landed.
+    The sender calls ``barrier`` before the third piece is copied, and the receiver after the first piece has arrived.
+    The first pieces must therefore arrive before the third one can be sent.
     """
 
     def __init__(self, source: np.ndarray, barrier: Callable[[], None]) -> None:

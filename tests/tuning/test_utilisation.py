@@ -124,7 +124,7 @@ def test_losses_and_short_queues_cost_round_trips_and_timeouts() -> None:
 
 
 def test_owners_share_the_work_of_adamw() -> None:
-    """With fused AdamW's time, own work is proportional to the bytes read in docs/reports/adamw.md."""
+    """The extra work, plus fused AdamW's time, is proportional to the bytes read in docs/reports/adamw.md."""
     n, costs = 10**8, replace(DEFAULT, select=0.0, merge=0.0, codec=0.0, call=0.0)
     exchange, fused = Exchange("double", "packed_int2", 0.09, adamw=True), 18.3e-3 / 25.6e6 * n
     four, eight = (fused + predict(Training(P, n, 1.0), Network(1e9), exchange, costs).work for P in (4, 8))

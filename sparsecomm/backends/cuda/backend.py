@@ -25,7 +25,7 @@ from sparsecomm.tensors.interop import Tensor, from_host
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 from sparsecomm.transport.base import MessageMemory
 
-_MAX_TABLES = 8  # of coefficients that are kept on the device
+_MAX_TABLES = 8  # tables of coefficients that are kept on the device
 
 
 class CudaBackend(Selection, Packing):
@@ -218,7 +218,7 @@ class CudaBackend(Selection, Packing):
 
 
 def _entries_of(entries: SparseVector) -> tuple[int, Array, Array | None]:
-    """Return the number of entries, their values, and their indices; ``None``: those of all elements."""
+    """Return the number of entries, their values, and their indices, or ``None`` if these are all indices."""
     if isinstance(entries, DenseSum):
         return entries.size, entries.dense, None
     return entries.nnz, entries.values, entries.indices

@@ -58,7 +58,7 @@ class Workspace:
         nbytes = self._structures[name].itemsize + more_bytes
         array = self._rooms.get(name)
         if array is None or len(array) < nbytes:
-            # Each replay of a graph clears what was allocated during its capture. Until then, it is not zero.
+            # During a capture, `clear` only adds to the graph: this memory is not zero for calls outside of the graph.
             array = self._grown(f"{name} of graphs" if self._runtime.capturing() else name, nbytes)
             self._runtime.clear(array)
         return self._runtime.address(array)
@@ -207,7 +207,7 @@ class CountedVector(SparseVector):
         return self.room[1]
 
     def with_values(self, values: Array) -> CountedVector:
-        """Return the same indices with other values, which the current stream has been given the work to write."""
+        """Return a vector with the same indices, and ``values`` that earlier work of the current stream writes."""
         other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)
         other.host_count, other.written = self.host_count, event_after(self._runtime)
         return other

@@ -135,7 +135,7 @@ def _torch() -> Any:
 
 
 class _OfTorch:
-    """Memory of PyTorch's allocator for the current stream. The graph that `torch.cuda.graph` captures keeps it."""
+    """Memory of PyTorch's allocator for the current stream. Under `torch.cuda.graph`, the graph keeps it."""
 
     def __init__(self, torch: Any, nbytes: int, device: int) -> None:
         self._free: Any = torch.cuda.caching_allocator_delete

@@ -74,7 +74,7 @@ class Runtime(Protocol):
         """Make the device and a stream current; return the argument for `leave`. ``None``: keep the current stream."""
 
     def leave(self, entered: Any, follow: bool) -> None:
-        """Restore the stream and device from before `enter`. With ``follow``, that stream waits for the stream left."""
+        """Restore the stream and device from before `enter`. With ``follow``, it waits for the stream that is left."""
 
     def follow(self, event: Event) -> None:
         """Make the current stream, not the host, wait for all work before ``event``."""

@@ -122,7 +122,7 @@ class ProcessGroupTransport(FailureDetector):
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
-        """Send as `Transport`. While a part of a device's message is sent, the next one is copied to the host."""
+        """See `Transport.isend`. While one part of a device's message is sent, the next one is copied to the host."""
         self._check_peer(to)
         self._count_sent(len(data))
         request, length = _Request(self, to), max(len(data), 1)
@@ -143,7 +143,7 @@ class ProcessGroupTransport(FailureDetector):
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
-        """Receive as `Transport`. While a part of a device's message arrives, the previous one is copied there."""
+        """See `Transport.receive`. While one part of a device's message arrives, the previous one is copied to it."""
         self._check_peer(source)
         part, continues = self._next_part(source)
         if not continues and (memory is HOST or len(part) <= self._limit):
