@@ -30,7 +30,6 @@ ranks skip the step.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -44,7 +43,7 @@ from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, unit_expo
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
-from sparsecomm.errors import InvalidInputError, listed
+from sparsecomm.errors import InvalidInputError, listed, log
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket, Part
 from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, SparseStep
@@ -56,8 +55,6 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
-
-_log = logging.getLogger("sparsecomm")
 
 DENSITY = 0.09  # at which a transformer trains as with dense sums: docs/reports/adamw.md
 START = 0.2
@@ -544,7 +541,7 @@ class LazyAdamW:
                 moments[name] = filled(made, [array[own] for array in (mean, squares, last, compensation)])
         self.adopt(moments, steps)
         if lost:
-            _log.warning(
+            log.warning(
                 "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
                 "Load a checkpoint for exact ones",
                 rank,
@@ -603,7 +600,7 @@ def _dense_sum(x: Array, op: str, label: Label, transport: Transport) -> SumCall
 
 
 def _log_skipped(step: int, cause: str) -> None:
-    _log.warning("step %s: %s; no rank updates its weights", step, cause)
+    log.warning("step %s: %s; no rank updates its weights", step, cause)
 
 
 class SavedMoments(NamedTuple):
