@@ -168,7 +168,7 @@ class CountedVector(SparseVector):
     Attributes:
         room: arrays for indices and values, which may be longer than the number of entries.
         counter: array of one uint64, the number of entries.
-        host_count: the same number, once the host has read it; else None.
+        host_count: the same number, once the host knows it; else None.
         written: the event after the kernels that write the vector; ``None`` if each replay of a graph starts them.
     """
 
