@@ -404,19 +404,21 @@ class LazyAdamW:
         """Return what changes weights, moments and units. Each action either succeeds, or changes nothing."""
         alone = self._reducer.transport.size == 1
         for bucket, outcome in self._outcomes.items():
+            with bucket.on_stream(None):
+                positions = [] if alone else bucket.positions(outcome.result)  # once, because on a GPU the host waits
             for i, spec in enumerate(() if alone else bucket.tensors):
                 if spec.name not in done.without_gradient:
-                    yield partial(self._add, bucket, i, weights[spec.name], outcome.result)
+                    yield partial(self._add, bucket, i, weights[spec.name], outcome.result, positions)
             for new in self._made.get(bucket, ()):
                 yield partial(self._keep, bucket, weights[new.name], new, alone)
             yield partial(self._change_units, bucket, outcome)
 
-    def _add(self, bucket: Bucket, i: int, weight: object, updates: SparseVector) -> None:
+    def _add(self, bucket: Bucket, i: int, weight: object, updates: SparseVector, positions: list[int]) -> None:
         """Add the updates of the bucket's tensor number ``i`` to a weight, or set it to new values."""
         spec = bucket.tensors[i]
         t = spec.tensor(weight, spec.name, writable=True)
         with bucket.on_stream(t):
-            update = bucket.split(bucket.backend, updates, i)[0]
+            update = bucket.entries_of(i, updates, positions)
             if isinstance(update, DenseSum):
                 bucket.backend.cast_into(update.dense, t)
             else:
