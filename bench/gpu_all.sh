@@ -120,7 +120,8 @@ for part in ${first[@]+"${first[@]}"} ${again[@]+"${again[@]}"}; do
     timeout --signal=INT --kill-after=20 "$limit" env --default-signal=INT bash -c "$command" >> "$file" 2>&1 &
     pid=$!
     trap 'stop=1; kill -INT $pid' INT TERM
-    while kill -0 $pid 2> /dev/null; do wait $pid; status=$?; done
+    wait $pid; status=$?
+    while kill -0 $pid 2> /dev/null; do wait $pid; status=$?; done  # a signal has ended the wait
     trap - INT TERM
     case $name in
         training-*) [ -z "$run" ] && "$python" -m bench.gpu_training --report "$results/gpu-training.jsonl" >> "$file" 2>&1 ;;

@@ -417,14 +417,19 @@ class Backend:
         found: list[int] = xp.searchsorted(indices, xp.asarray(np.array(boundaries, indices.dtype))).tolist()
         return found
 
-    def split_at_indices(self, entries: SparseVector, boundaries: list[int]) -> list[SparseVector]:
-        """Return a flat vector for each range between two ascending boundaries. May share memory."""
+    def split_at_indices(
+        self, entries: SparseVector, boundaries: list[int], positions: list[int] | None = None
+    ) -> list[SparseVector]:
+        """Return a flat vector for each range between two ascending boundaries. May share memory.
+
+        ``positions``: the result of `searchsorted`, if it is known.
+        """
         ranges = list(pairwise(boundaries))
         if isinstance(entries, DenseSum):
             return [self.nonzeros(entries.dense[begin:end], (end - begin,)) for begin, end in ranges]
-        positions = pairwise(self.searchsorted(entries, boundaries))
+        positions = positions or self.searchsorted(entries, boundaries)
         found = []
-        for (begin, end), (first, last) in zip(ranges, positions, strict=True):
+        for (begin, end), (first, last) in zip(ranges, pairwise(positions), strict=True):
             indices = self.empty(last - first, entries.indices)
             library_of(indices).subtract(entries.indices[first:last], indices.dtype.type(begin), out=indices)
             indices = indices.astype(index_dtype(end - begin), copy=False)

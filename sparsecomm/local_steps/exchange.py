@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,14 @@ from sparsecomm.backends.base import on_streams
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, WeightMismatchError, listed
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    SparseCommError,
+    WeightMismatchError,
+    listed,
+    log,
+)
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
 from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer import Reducer
@@ -31,7 +37,6 @@ from sparsecomm.tensors.interop import NamedTensors, TensorSpec, from_host, spec
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-_log = logging.getLogger("sparsecomm")
 _LABEL = Label.of(("call", "an exchange of LocalSteps"))
 _WORDS = 6  # round, fragment, division into local steps, checksum of globals, nanoseconds of a local step, late
 _NAMES = "round", "fragment", "local steps", "checksum of the global parameters"
@@ -407,7 +412,7 @@ class FragmentExchange:
         if raised is not None or (different is not None and not isinstance(different, SparseCommError)):
             raise raised or different  # type: ignore[misc]  # an interrupt after the sums were complete
         if different is not None:
-            _log.info("fragment %s was summed, although the ranks could not be compared: %s", self.fragment, different)
+            log.info("fragment %s was summed, although the ranks could not be compared: %s", self.fragment, different)
 
     def _fits(self, sums: Mapping[str, SparseVector], largest: float) -> bool:
         """Return whether all values stay finite in the outer step: see `Reducer.wait`."""
@@ -421,7 +426,7 @@ class FragmentExchange:
     def end_comparison(self) -> None:
         """Wait until the words have been gathered; then no call is in flight."""
         if self._comparison is not None and (error := error_of(self._comparison)) is not None:
-            _log.debug("rank %s: %s", self._transport.rank, error)
+            log.debug("rank %s: %s", self._transport.rank, error)
 
     def _compare(self) -> BaseException | None:
         """Wait for the words. Return an error if they differ between ranks, or were not gathered."""
@@ -468,7 +473,7 @@ class FragmentExchange:
             for name, indices in self._overflows.items():  # drop these entries, which would overflow again
                 self._reducer.residual(name).reshape(-1)[indices] = 0
             text = "round %s, fragment %s was not applied: %s"
-            _log.warning(text, self.round, self.fragment, self._cause or f"rank {rank}: it was not finite when saved")
+            log.warning(text, self.round, self.fragment, self._cause or f"rank {rank}: it was not finite when saved")
             names += [name for name in shared.specs if name not in names and not shared.finite(name, parameters[name])]
         alpha = self._rules.alpha if usable and not self.late else 0.0
         for name in names:

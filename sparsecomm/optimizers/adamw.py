@@ -30,7 +30,6 @@ ranks skip the step.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -44,7 +43,7 @@ from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, unit_expo
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
-from sparsecomm.errors import InvalidInputError, listed
+from sparsecomm.errors import InvalidInputError, listed, log
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket, Part
 from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, SparseStep
@@ -56,8 +55,6 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
-
-_log = logging.getLogger("sparsecomm")
 
 DENSITY = 0.09  # at which a transformer trains as with dense sums: docs/reports/adamw.md
 START = 0.2
@@ -407,19 +404,21 @@ class LazyAdamW:
         """Return what changes weights, moments and units. Each action either succeeds, or changes nothing."""
         alone = self._reducer.transport.size == 1
         for bucket, outcome in self._outcomes.items():
+            with bucket.on_stream(None):
+                positions = [] if alone else bucket.positions(outcome.result)  # once, because on a GPU the host waits
             for i, spec in enumerate(() if alone else bucket.tensors):
                 if spec.name not in done.without_gradient:
-                    yield partial(self._add, bucket, i, weights[spec.name], outcome.result)
+                    yield partial(self._add, bucket, i, weights[spec.name], outcome.result, positions)
             for new in self._made.get(bucket, ()):
                 yield partial(self._keep, bucket, weights[new.name], new, alone)
             yield partial(self._change_units, bucket, outcome)
 
-    def _add(self, bucket: Bucket, i: int, weight: object, updates: SparseVector) -> None:
+    def _add(self, bucket: Bucket, i: int, weight: object, updates: SparseVector, positions: list[int]) -> None:
         """Add the updates of the bucket's tensor number ``i`` to a weight, or set it to new values."""
         spec = bucket.tensors[i]
         t = spec.tensor(weight, spec.name, writable=True)
         with bucket.on_stream(t):
-            update = bucket.split(bucket.backend, updates, i)[0]
+            update = bucket.entries_of(i, updates, positions)
             if isinstance(update, DenseSum):
                 bucket.backend.cast_into(update.dense, t)
             else:
@@ -544,7 +543,7 @@ class LazyAdamW:
                 moments[name] = filled(made, [array[own] for array in (mean, squares, last, compensation)])
         self.adopt(moments, steps)
         if lost:
-            _log.warning(
+            log.warning(
                 "rank %s: %s moments were on lost ranks; first moments begin with zeros, and second moments with %s. "
                 "Load a checkpoint for exact ones",
                 rank,
@@ -603,7 +602,7 @@ def _dense_sum(x: Array, op: str, label: Label, transport: Transport) -> SumCall
 
 
 def _log_skipped(step: int, cause: str) -> None:
-    _log.warning("step %s: %s; no rank updates its weights", step, cause)
+    log.warning("step %s: %s; no rank updates its weights", step, cause)
 
 
 class SavedMoments(NamedTuple):

@@ -267,10 +267,21 @@ class Bucket:
         owned = {part.spec.name: (part.begin, part.end) for part in self.parts(rank)}
         return owned.get(name, (0, 0))
 
-    def split(self, backend: Backend, entries: SparseVector, only: int | None = None) -> list[SparseVector]:
-        """Return the entries of each tensor, or of tensor number ``only``, as flat vectors."""
-        offsets = self._offsets if only is None else self._offsets[only : only + 2]
-        return [entries] if len(self.tensors) == 1 else backend.split_at_indices(entries, offsets)
+    def split(self, backend: Backend, entries: SparseVector) -> list[SparseVector]:
+        """Return the entries of each tensor, as flat vectors."""
+        return [entries] if len(self.tensors) == 1 else backend.split_at_indices(entries, self._offsets)
+
+    def positions(self, entries: SparseVector) -> list[int]:
+        """Return where the entries of each tensor begin, and where the last ones end; empty if that is not needed."""
+        needed = len(self.tensors) > 1 and not isinstance(entries, DenseSum)
+        return self.backend.searchsorted(entries, self._offsets) if needed else []
+
+    def entries_of(self, i: int, entries: SparseVector, positions: list[int]) -> SparseVector:
+        """Return what `split` returns for tensor number ``i``. ``positions``: of the entries."""
+        if len(self.tensors) == 1:
+            return entries
+        which = slice(i, i + 2)
+        return self.backend.split_at_indices(entries, self._offsets[which], positions[which])[0]
 
     def _zeros(self) -> Array:
         return self.backend.zeros(self.size, self.accumulator.accumulator)

@@ -137,7 +137,8 @@ class OwnedCall(BucketCall):
         step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
         values = xp.concatenate(step.changes)
         exact = SparseVector.trusted(sums.indices, values, sums.size, sums.shape)
-        nonzero = None if values.all() else xp.flatnonzero(values)
+        changed = backend.not_zero(values)
+        nonzero = None if changed.all() else xp.flatnonzero(changed)
         if nonzero is not None:
             exact = exact.at(nonzero)
         if comm.size == 1:
@@ -149,8 +150,8 @@ class OwnedCall(BucketCall):
             jumps = jumps[xp.searchsorted(exact.indices, updates.indices)]
         # Positions among the updates take fewer bits than indices.
         positions = xp.flatnonzero(jumps)
-        changed = jumps[positions].astype(values.dtype)
-        changes = SparseVector.trusted((positions + begin).astype(sums.indices.dtype), changed, sums.size, sums.shape)
+        jumps, indices = jumps[positions].astype(values.dtype), (positions + begin).astype(sums.indices.dtype)
+        changes = SparseVector.trusted(indices, jumps, sums.size, sums.shape)
         return Outcome(updates, comm.quantized(changes, _Kept()), step.verdict)
 
     def _dense(self) -> Outcome:

@@ -101,6 +101,11 @@ def test_what_the_host_reads_is_read_on_its_device_after_the_work_that_writes_it
     backend, x = CudaBackend(runtime, radix_max_size=50, spare_candidates=2000), gradient(1, seed)
     before = runtime.make_current(runtime.new_stream())
     there = interop.tensor(runtime.put(x.copy()), "x", stream=runtime.stream())
+    freed = [backend.topk(there, K, None) for _ in range(4)]  # whose memory is not zero
+    assert [entries.nnz for entries in freed] == [K] * 4
+    del freed
+    none = interop.tensor(runtime.put(x[:0].copy()), "x", stream=runtime.stream())
+    nothing, neither = backend.topk(none, K, None), backend.topk_by_chunk(none, 9, 500, None)
     found = backend.topk(there, K, None)
     by_chunk, (merged, lost) = backend.topk_by_chunk(there, 9, 500, None), backend.merge_topk(found, found, K // 2)
     mean, dense = backend.divide(merged, 4), backend.nonzeros(backend.accumulate(there, None), (N,))
@@ -108,10 +113,12 @@ def test_what_the_host_reads_is_read_on_its_device_after_the_work_that_writes_it
     taken = reference.topk(x, K)
     (indices, values), rest = reference.merge_topk(taken, taken, K // 2)
     of_chunks = reference.topk_by_chunk(x, 9, 500)
-    expected = taken, of_chunks, rest, (indices, values / np.float32(4)), reference.topk(x, N), (indices, values)
+    empty, quotients = reference.topk(x[:0], 0), values / np.float32(4)
+    expected = empty, empty, taken, of_chunks, rest, (indices, quotients), reference.topk(x, N), (indices, values)
+    made = nothing, neither, found, by_chunk, lost, mean, dense, merged
 
     def read() -> None:
-        for entries, (indices, values) in zip((found, by_chunk, lost, mean, dense, merged), expected, strict=True):
+        for entries, (indices, values) in zip(made, expected, strict=True):
             assert entries.nnz == len(indices)
             np.testing.assert_array_equal(entries.indices.raw, indices)  # a copy would wait for the current stream
             assert data.same_bits(entries.values.raw, values)

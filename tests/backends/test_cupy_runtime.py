@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_to(
 def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the program uses PyTorch on a GPU. Other small arrays, and all without PyTorch, come from CuPy's pool."""
+    """If the program uses PyTorch on a GPU, and PyTorch captures the graph; the others come from CuPy's pool."""
     module, log = importlib.import_module(NAME), list[Any]()
     stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
     memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}
@@ -96,15 +96,21 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     vars(module.cupy)["ndarray"] = lambda shape, dtype, memory: SimpleNamespace(memory=memory)
     of_torch = SimpleNamespace(
         is_initialized=lambda: used,
+        is_current_stream_capturing=lambda: by_torch,
         caching_allocator_alloc=lambda *arguments: log.append(arguments) or 0x1000,
         caching_allocator_delete=lambda address: log.append(address),
     )
     runtime = module.CupyRuntime(1)
-    for used, capturing, imported, nbytes in itertools.product((True, False), (True, False), (True, False), (8, 2**20)):
+    either = True, False
+    for used, capturing, by_torch, imported, nbytes in itertools.product(*4 * [either], (8, 2**20)):
+        if by_torch and not capturing:
+            continue
+        runtime._of_graphs.clear()
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=of_torch) if imported else None)
             made = runtime.empty(nbytes // 8, "f8")
-        if used and imported and (capturing or nbytes > 8):
+        assert (made in runtime._of_graphs) == (capturing and made.memory is None)
+        if used and imported and (by_torch if capturing else nbytes > 8):
             assert log == [(nbytes, 1, 7)]
             owner = made.memory[1][3]
             assert made.memory == ("MemoryPointer", ("UnownedMemory", 0x1000, nbytes, owner, 1), 0)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ArrayLibrary", "DeviceArray"]
 
 NAME = "emulated_cupy"
+OF_TRUTH = {np.all, np.any, np.nonzero, np.flatnonzero}  # subnormal float32 count as zero, as in CuPy's kernels
 OF_KNOWN_SHAPE = {np.concatenate, np.searchsorted, np.sort, np.where, np.sum, np.min, np.max, np.any, np.all}
 
 
@@ -191,7 +192,7 @@ def _call(runtime: DeferredRuntime, function: Any, inputs: Any, options: Any, *,
 
     def run() -> Any:
         with np.errstate(all="ignore"):
-            return function(*raws, **options)
+            return function(*(map(_flushed, raws) if function in OF_TRUTH else raws), **options)
 
     if into:  # in place
         runtime.enqueue(run)
@@ -207,6 +208,11 @@ def _call(runtime: DeferredRuntime, function: Any, inputs: Any, options: Any, *,
     raw = made.raw
     runtime.enqueue(lambda: np.copyto(raw, run()))
     return made
+
+
+def _flushed(array: np.ndarray) -> np.ndarray:
+    """Return an array in which subnormal float32 are zero."""
+    return np.where(abs(array) < np.finfo(np.float32).tiny, 0, array) if array.dtype == np.float32 else array
 
 
 def _kept(value: Any) -> Any:

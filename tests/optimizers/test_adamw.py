@@ -544,6 +544,25 @@ def test_a_step_takes_two_trips_and_owners_share_the_state(P: int, density: floa
     assert all(result == pytest.approx(13 + 16 / P, abs=0.01) for result in run(P, program))
 
 
+def test_subnormal_changes_are_applied_on_a_gpu(cuda: DeferredRuntime) -> None:
+    """CuPy takes subnormal numbers for zeros."""
+
+    def program(transport: simulated.SimulatedTransport, on_gpu: bool) -> np.ndarray:
+        w = np.zeros(200, np.float32)
+        mine: Any = {"w": cuda.put(w) if on_gpu else w}
+        optimizer = sc.SparseAdamW(mine, 1e-40, comm=transport, density=0.5, wire="plain", check_weights_every=None)
+        for step in range(3):
+            g = data.gradient("normal", 200, "float32", 10 * step + transport.rank)
+            optimizer.step({"w": cuda.put(g) if on_gpu else g})
+        cuda.streams.run_all()
+        return w
+
+    on_host, on_gpu = (run(2, partial(program, on_gpu=each)) for each in (False, True))
+    for ours, theirs in zip(on_gpu, on_host, strict=True):
+        assert 0 < np.abs(theirs).max() < np.finfo(np.float32).tiny
+        assert data.same_bits(ours, theirs)
+
+
 @pytest.mark.parametrize("P", [1, 3])
 def test_training_resumes_from_a_state_after_any_step(P: int) -> None:
     """With the same bits, also between dense steps and the refresh of units."""

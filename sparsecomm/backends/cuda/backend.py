@@ -1,8 +1,8 @@
 """`CudaBackend`: the backend of a CUDA device, which starts the kernels in ``kernels/cuda``.
 
-The host waits for the device only in `threshold`, `well_formed`, packing, and when it asks a `CountedVector` for its
-number of entries. All other work can be captured into a CUDA graph, after a first call of the same sizes, which
-compiles and allocates.
+The host waits for the device only in `threshold`, `well_formed`, packing, `add_quotient`, `adamw`, and when it asks a
+`CountedVector` for its number of entries. All other work can be captured into a CUDA graph, after a first call of the
+same sizes, which compiles and allocates.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,7 +131,7 @@ class ExecutionContext(Backend):
         kernel = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
-    def start(self, *launches: Launch, writes: Iterable[CountedVector] = ()) -> None:
+    def start(self, *launches: Launch, writes: Sequence[CountedVector] = ()) -> None:
         """Start kernels that write vectors, on the current stream.
 
         `prepare` has done the steps that can fail: compiling and allocating.
@@ -168,7 +168,7 @@ class CountedVector(SparseVector):
     Attributes:
         room: arrays for indices and values, which may be longer than the number of entries.
         counter: array of one uint64, the number of entries.
-        host_count: the same number, once the host has read it; else None.
+        host_count: the same number, once the host knows it; else None.
         written: the event after the kernels that write the vector; ``None`` if each replay of a graph starts them.
     """
 

@@ -50,7 +50,8 @@ class CupyRuntime:
         nbytes, memory, torch = count * np.dtype(dtype).itemsize, None, _torch()
         with cupy.cuda.Device(self.device):
             capturing = self.capturing()
-            if torch is not None and (nbytes >= _LARGE or capturing):
+            # PyTorch keeps memory for a graph that it captures itself, but not for one of CuPy.
+            if torch is not None and (torch.cuda.is_current_stream_capturing() if capturing else nbytes >= _LARGE):
                 memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
             made: Array = cupy.ndarray((count,), dtype, memory)
             if capturing and memory is None:

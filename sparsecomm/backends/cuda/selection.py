@@ -53,7 +53,7 @@ class Selection(ExecutionContext):
         k = min(k, x.size)
         entries = self._room_for(k, x)
         if k == 0:  # no elements
-            self.runtime.clear(entries.counter)
+            entries.host_count = 0
         elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
             self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES), writes=[entries])
         else:
@@ -71,7 +71,7 @@ class Selection(ExecutionContext):
         whole, rest = divmod(x.size, chunk)
         entries = self._room_for(whole * k + min(k, rest), x)
         if not x.size:
-            self.runtime.clear(entries.counter)
+            entries.host_count = 0
             return entries
         given = _dense(x, residual) | {"k": k, "chunk": chunk}
         # Warps select alone, unless chunks are so long and few that most warps would be idle.
