@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import sys
@@ -10,12 +11,35 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparsecomm.backends.cuda.modules import OPTIONS
+from sparsecomm.backends.cuda.runtime import Launch, Moved
 
 NAME = "sparsecomm.backends.cuda.cupy_runtime"
 MADE = b"a module"
+
+
+words, pointers = [ctypes.c_uint] * 7, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p]
+launched: list[Any] = []  # by the driver: handle, sizes, stream, and the parameters of kernels
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *words, *pointers)
+def launch(function: int, *arguments: Any) -> int:
+    *sizes, stream, parameters, extra = arguments
+    types = KERNELS[function]
+    found = [ctypes.cast(parameters[i], ctypes.POINTER(kind))[0] for i, kind in enumerate(types)]
+    launched.append((function, sizes, stream, found, extra))
+    return 700 if function == FAILS else 0
+
+
+FAILS = 9
+KERNELS: dict[int, list[Any]] = {
+    5: [ctypes.c_uint64, ctypes.c_bool, ctypes.c_float, ctypes.c_uint64, ctypes.c_int32, ctypes.c_double],
+    6: [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int8, ctypes.c_uint32],
+    FAILS: [],
+}
 
 
 class Module:
@@ -47,6 +71,9 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
             monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(importlib.import_module(NAME), "cupy", cupy)
     monkeypatch.setattr(importlib.import_module(NAME), "compiler", compiler)
+    monkeypatch.setattr(
+        importlib.import_module(NAME).ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernel=launch)
+    )
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     return seen
 
@@ -62,6 +89,40 @@ def device(index: int = 0) -> Any:
 def kernel(definitions: tuple[str, ...] = ("A=1",)) -> Callable[..., Any]:
     """A kernel of a process that has just begun."""
     return importlib.import_module(NAME).CupyRuntime(0).kernel("dense.cu", "add", definitions)
+
+
+def test_arguments_of_launches(compiled: list[tuple[str, ...]]) -> None:
+    """They are converted once; afterwards only addresses change. The first error ends the launches."""
+    module, devices = importlib.import_module(NAME), list[int]()
+    driver = SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {}))
+    runtime = SimpleNamespace(setDevice=devices.append)
+    stream = SimpleNamespace(ptr=7)
+    vars(module.cupy.cuda).update(driver=driver, runtime=runtime, get_current_stream=lambda: stream)
+
+    def launch(handle: int, **arguments: Any) -> Launch:
+        return Launch(SimpleNamespace(ptr=handle), 3 * handle, 32 * handle, arguments)
+
+    values = {"n": 2**64 - 1, "aligned": True, "scale": np.float32(-0.75), "x": Moved(1, 16), "step": np.int32(-2)}
+    first = launch(5, **values, margin=np.float64(0.1))
+    second = launch(6, x=Moved(0, 0), again=Moved(1, 0), write=np.int8(-1), bits=np.uint32(2**32 - 1))
+    start = module.CupyRuntime(1).launcher([first, second])
+    for addresses in ((0x1000, 0x2000), (0x3000, 2**63)):
+        launched.clear()
+        start(addresses)
+        for number, parameters in (
+            (5, [2**64 - 1, True, -0.75, addresses[1] + 16, -2, 0.1]),
+            (6, [*addresses, -1, 2**32 - 1]),
+        ):
+            sizes = [3 * number, 1, 1, 32 * number, 1, 1, 0]
+            assert launched.pop(0) == (number, sizes, 7, parameters, None)
+        assert not launched
+    with pytest.raises(driver.CUDADriverError, match="700"):
+        module.CupyRuntime(1).launcher([second, launch(FAILS), second])((0, 0))
+    assert [handle for handle, *_ in launched] == [6, FAILS]
+    assert devices == [1, 1, 1]
+    for wrong in (-1, 2**64, 0.5, "x"):
+        with pytest.raises((OverflowError, TypeError)):
+            module.CupyRuntime(1).launcher([launch(5, n=wrong)])
 
 
 def test_a_module_is_compiled_once_on_a_machine(
@@ -93,6 +154,7 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
     memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}
     vars(module.cupy.cuda).update(get_current_stream=lambda: stream, **memory)
+    vars(module.cupy.cuda)["runtime"] = SimpleNamespace(getDevice=lambda: 0)
     vars(module.cupy)["ndarray"] = lambda shape, dtype, memory: SimpleNamespace(memory=memory)
     of_torch = SimpleNamespace(
         is_initialized=lambda: used,

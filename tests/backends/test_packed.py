@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from sparsecomm.backends import CpuBackend
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.context import CountedVector
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
@@ -114,9 +113,10 @@ def test_every_number_of_low_bits(device: Device) -> None:
 
 @on_cuda
 def test_a_vector_whose_length_only_the_device_knows(device: Device) -> None:
-    entries, runtime = entries_of("spread", 700, 50_000, EXACT, False, 1), device.backend.runtime
-    counter = np.array([650], np.uint64)
-    counted = CountedVector(runtime, (entries.indices, entries.values), counter, 50_000, (50_000,))
+    entries = entries_of("spread", 700, 50_000, EXACT, False, 1)
+    counted = device.backend.counted(700, np.dtype(np.float32), 50_000, (50_000,))
+    for memory, content in zip((counted.counter, *counted.room), ([650], entries.indices, entries.values), strict=True):
+        memory[:] = device.array(np.asarray(content, memory.dtype))
     assert device.backend.pack(counted, EXACT).tobytes() == packed(entries.indices[:650], entries.values[:650], EXACT)
 
 
@@ -257,7 +257,7 @@ def test_bytes_that_are_wrong_are_refused(device: Device, kind: ValueKind) -> No
                 refused(message[:at] + lowest.to_bytes(2, "little") + message[at + 2 :])
         values = unpacked(backend, message[:begin] + b"\1\0" + message[begin + 2 :], COUNT, N, kind)[1]
         assert np.isfinite(np.asarray(values)).all()
-        assert np.all(values)
+        assert np.asarray(values).all()
         begin, end = begin_of["values"]
         for plane in range(1, kind.planes + 1):  # behind the last value of all
             refused(flipped(message, 8 * (end - 8 * (plane - 1)) - 1))
