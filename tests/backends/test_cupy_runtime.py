@@ -78,12 +78,14 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     return seen
 
 
+current = [0]  # devices, of which the last one is current
+
+
 def device(index: int = 0) -> Any:
     """A device, which may be made current."""
     found = SimpleNamespace(attributes={"MultiProcessorCount": 3}, compute_capability="90")
-    return type("Device", (SimpleNamespace,), {"__enter__": lambda self: self, "__exit__": lambda *_: None})(
-        **vars(found)
-    )
+    methods = {"__enter__": lambda self: current.append(index), "__exit__": lambda *_: current.pop()}
+    return type("Device", (SimpleNamespace,), methods)(**vars(found))
 
 
 def kernel(definitions: tuple[str, ...] = ("A=1",)) -> Callable[..., Any]:
@@ -154,12 +156,12 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
     memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}
     vars(module.cupy.cuda).update(get_current_stream=lambda: stream, **memory)
-    vars(module.cupy.cuda)["runtime"] = SimpleNamespace(getDevice=lambda: 0)
+    vars(module.cupy.cuda)["runtime"] = SimpleNamespace(getDevice=lambda: current[-1])
     vars(module.cupy)["ndarray"] = lambda shape, dtype, memory: SimpleNamespace(memory=memory)
     of_torch = SimpleNamespace(
         is_initialized=lambda: used,
         is_current_stream_capturing=lambda: by_torch,
-        caching_allocator_alloc=lambda *arguments: log.append(arguments) or 0x1000,
+        caching_allocator_alloc=lambda *arguments: log.append((*arguments, current[-1])) or 0x1000,
         caching_allocator_delete=lambda address: log.append(address),
     )
     runtime = module.CupyRuntime(1)
@@ -173,11 +175,11 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
             made = runtime.empty(nbytes // 8, "f8")
         assert (made in runtime._of_graphs) == (capturing and made.memory is None)
         if used and imported and (by_torch if capturing else nbytes > 8):
-            assert log == [(nbytes, 1, 7)]
+            assert log == [(nbytes, 1, 7, 1)]
             owner = made.memory[1][3]
             assert made.memory == ("MemoryPointer", ("UnownedMemory", 0x1000, nbytes, owner, 1), 0)
             del made, owner
-            assert log == [(nbytes, 1, 7), 0x1000]  # freed with the array
+            assert log == [(nbytes, 1, 7, 1), 0x1000]  # freed with the array
         else:
             assert (log, made.memory) == ([], None)
         log.clear()

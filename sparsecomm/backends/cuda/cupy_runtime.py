@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,17 @@ class CupyRuntime:
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         nbytes, memory, torch = count * np.dtype(dtype).itemsize, None, _torch()
-        with self._current_device():
-            capturing = self.capturing()
-            # PyTorch keeps memory for a graph that it captures itself, but not for one of CuPy.
-            if torch is not None and (torch.cuda.is_current_stream_capturing() if capturing else nbytes >= _LARGE):
-                memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
-            made: Array = cupy.ndarray((count,), dtype, memory)
-            if capturing and memory is None:
-                self._of_graphs.append(made)
-            return made
+        if cupy.cuda.runtime.getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self.empty(count, dtype)
+        capturing = self.capturing()
+        # PyTorch keeps memory for a graph that it captures itself, but not for one of CuPy.
+        if torch is not None and (torch.cuda.is_current_stream_capturing() if capturing else nbytes >= _LARGE):
+            memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
+        made: Array = cupy.ndarray((count,), dtype, memory)
+        if capturing and memory is None:
+            self._of_graphs.append(made)
+        return made
 
     def address(self, array: Array) -> int:
         return int(array.data.ptr)  # type: ignore[attr-defined]
@@ -108,8 +110,9 @@ class CupyRuntime:
             return cupy.cuda.Stream(non_blocking=True)
 
     def enter(self, stream: Any) -> Any:
-        device, entered = self._current_device(), None
+        device = _NO_CHANGE if cupy.cuda.runtime.getDevice() == self.device else cupy.cuda.Device(self.device)
         device.__enter__()
+        entered = None
         try:
             previous = cupy.cuda.get_current_stream()
             torch = _torch() if stream is None and not previous.is_capturing() else None
@@ -142,10 +145,6 @@ class CupyRuntime:
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()
-
-    def _current_device(self) -> AbstractContextManager[object]:
-        """Return a context in which the device is current."""
-        return _NO_CHANGE if cupy.cuda.runtime.getDevice() == self.device else cupy.cuda.Device(self.device)
 
     def _known(self, handle: int) -> Any:
         if handle not in self._streams:
@@ -180,8 +179,10 @@ class _OfTorch:
         return cupy.cuda.MemoryPointer(memory, 0)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at interpreter exit, PyTorch may be gone
+        try:  # noqa: SIM105 # `suppress` takes longer
             self._free(self._address)
+        except Exception:  # at interpreter exit, PyTorch may be gone
+            pass
 
 
 class _Event:

@@ -268,9 +268,9 @@ def _definitions_of(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
     return selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= INT64_SIZE)
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
-    """Return whether all addresses are multiples of 16 bytes."""
-    return all(tensor is None or tensor.pointer % 16 == 0 for tensor in tensors)
+def _aligned(x: Tensor, residual: Tensor | None) -> bool:
+    """Return whether the addresses are multiples of 16 bytes."""
+    return x.pointer % 16 == 0 and (residual is None or residual.pointer % 16 == 0)
 
 
 def _min_key(tau: float, dtype: DType) -> int:
