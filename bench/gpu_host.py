@@ -1,35 +1,55 @@
-"""The host's time of calls on a GPU, measured without one: a stand-in for CuPy and PyTorch, whose driver does nothing.
+"""The host's time of calls on a GPU, measured without one: stand-ins for CuPy and PyTorch, whose driver does nothing.
 
     python -m bench.gpu_host                 the table
-    python -m bench.gpu_host --profile topk  where the time goes
+    python -m bench.gpu_host --profile topk  where the time of one call goes
 
-Everything of the library runs, except for the kernels. Memory of the device is zero whatever is written to it, so
-results have no entries. The time includes what the stand-ins take, but not what CuPy, PyTorch and the driver take. The
-calls to them are counted instead.
+Everything of the library runs, except for the kernels. The device's memory is zero whatever is written to it, so
+results have no entries. The time includes what the stand-ins take, but not what CuPy, PyTorch and the driver would
+take; calls to these are counted instead. The stand-ins for C functions are compiled with `cc`.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import ctypes
 import pstats
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from contextlib import nullcontext
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from bench import report
 from sparsecomm.tensors import _dlpack
 
-CALLS, REPEATS = 200, 15
+SECONDS = 1.0  # for each call
 STREAM = 0x5000  # PyTorch's current stream, which is not CuPy's
-counts: Counter[str] = Counter()  # calls to the stand-ins
-_zeros = np.zeros(1 << 27, np.uint8)  # the memory of all arrays of the device
+MB = 1 << 20
+# Elements of the 292 tensors of GPT-2 medium.
+LAYER = [1024, 1024, 3 * MB, 3072, MB, 1024, 1024, 1024, 4 * MB, 4096, 4 * MB, 1024]
+GPT2 = [50257 * 1024, MB, *24 * LAYER, 1024, 1024]
+DRIVER = """
+int cuLaunchKernel(void) { return 0; }
+// Of an object that ctypes has made, the address of its structure is the first word.
+int from_object(void** object, void** out) { *out = object[2]; return 0; }
+int current_stream(int type, int device, void** out) { *out = (void*)0x5000; return 0; }
+"""
+Call = Callable[[], object]
+counts: Counter[str] = Counter()  # calls of stand-ins
+zeros = np.zeros(1 << 32, np.uint8)  # the memory of all arrays of the device
+
+
+def compiled() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/driver.so"
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=DRIVER.encode(), check=True)
+        return ctypes.CDLL(path)
 
 
 def counted(name: str, result: Any = None) -> Callable[..., Any]:
@@ -52,7 +72,7 @@ class Array(np.ndarray):
 
     def __new__(cls, shape: Any, dtype: Any = float, memory: Any = None) -> Any:
         counts["array"] += 1
-        return super().__new__(cls, shape, dtype, _zeros)
+        return super().__new__(cls, shape, dtype, zeros)
 
     @property
     def data(self) -> Any:
@@ -65,18 +85,8 @@ class Array(np.ndarray):
         return np.array(self)
 
 
-class Device:
-    compute_capability = "90"
-
-    def __init__(self, index: int = 0) -> None:
-        self.id, self.attributes = index, {"MultiProcessorCount": 132}
-
-    def __enter__(self) -> Device:
-        counts["enter a device"] += 1
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+class Device(nullcontext[None]):
+    attributes = MappingProxyType({"MultiProcessorCount": 132})
 
 
 class Event:
@@ -84,7 +94,7 @@ class Event:
     synchronize = staticmethod(counted("wait"))
 
     def __init__(self, **_: object) -> None:
-        counts["create an event"] += 1
+        counts["event"] += 1
 
 
 class Stream:
@@ -93,7 +103,6 @@ class Stream:
 
     @classmethod
     def from_external(cls, stream: Any) -> Stream:
-        counts["wrap a stream"] += 1
         return cls(stream.__cuda_stream__()[1])
 
     def __enter__(self) -> None:
@@ -103,208 +112,178 @@ class Stream:
         current.pop()
 
     def record(self, event: Event | None = None) -> Event:
-        counts["record an event"] += 1
+        counts["record"] += 1
         return event or Event()
 
-    is_capturing = staticmethod(counted("ask whether a stream is captured", False))
-    wait_event = staticmethod(counted("follow an event"))
+    is_capturing = staticmethod(counted("is_capturing", False))
+    wait_event = staticmethod(counted("wait_event"))
     synchronize = staticmethod(counted("wait"))
 
 
-current: list[Stream] = []  # the last one is CuPy's current stream
+current = [Stream()]  # the last one is CuPy's current stream
 
 
-class Kernel:
-    """A `cupy.cuda.Function`."""
+def function(name: str) -> Any:
+    """Return a function of CuPy, which is NumPy's."""
+    found = getattr(np, name)
 
-    ptr = 1
+    def call(*arguments: Any, **options: Any) -> Any:
+        counts["function of arrays"] += 1
+        made = found(*arguments, **options)
+        return made.view(Array) if isinstance(made, np.ndarray) else made
+
+    return found if isinstance(found, type) else call
 
 
-def cupy() -> ModuleType:
-    """Return the stand-in for CuPy. Functions on arrays are NumPy's."""
-    module, cuda, compiler = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.compiler")
-    vars(compiler).update(_get_nvrtc_version=lambda: (13, 0), compile_using_nvrtc=lambda *_: (b"", None))
-    Stream.null, Stream.ptds = Stream(), Stream(2)
-    current.append(Stream.null)
-    loaded = SimpleNamespace(load=lambda binary: None, get_function=lambda name: Kernel())
-    names = {"memsetAsync": "clear", "memcpyAsync": "copy"}
-    runtime = {name: counted(what) for name, what in names.items()} | {"CUDARuntimeError": RuntimeError}
+def replace_cupy(driver: ctypes.CDLL) -> None:
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    vars(cupy).update(cuda=cuda, ndarray=Array, __getattr__=function, __spec__=SimpleNamespace(), __version__="14")
+    runtime = {"memsetAsync": counted("clear"), "memcpyAsync": counted("copy"), "setDevice": counted("setDevice")}
     vars(cuda).update(
-        compiler=compiler,
+        compiler=None,
         Device=Device,
         Event=Event,
         Stream=Stream,
         UnownedMemory=lambda *arguments: arguments,
         MemoryPointer=lambda *arguments: arguments,
         alloc_pinned_memory=lambda nbytes: (counted("pinned memory")(), bytearray(nbytes))[1],
-        function=SimpleNamespace(Module=lambda: loaded),
         get_current_stream=lambda: current[-1],
         runtime=SimpleNamespace(
-            **runtime, getDeviceCount=lambda: 1, getDevice=lambda: 0, setDevice=counted("set the device")
+            CUDARuntimeError=RuntimeError, getDevice=lambda: 0, getDeviceCount=lambda: 1, **runtime
         ),
     )
+    sys.modules |= {"cupy": cupy, "cupy.cuda": cuda}
+    from sparsecomm.backends.cuda import cupy_runtime
 
-    def function(name: str) -> Any:
-        made = getattr(np, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            counts["function of arrays"] += 1
-            found = made(*arguments, **named)
-            return found.view(Array) if isinstance(found, np.ndarray) else found
-
-        return made if isinstance(made, type) else call
-
-    vars(module).update(cuda=cuda, ndarray=Array, __version__="14", __getattr__=function)
-    # A C function that returns 0 at once starts kernels.
-    driver = SimpleNamespace(cuLaunchKernel=ctypes.CDLL("libm.so.6").fegetround)
-    ctypes.CDLL = lambda name: driver  # type: ignore[assignment, misc]
-    for each in (module, cuda, compiler):
-        each.__spec__ = ModuleSpec(each.__name__, None)
-        sys.modules[each.__name__] = each
-    return module
+    vars(cupy_runtime)["ctypes"] = SimpleNamespace(CDLL=lambda name: driver, cast=ctypes.cast, c_void_p=ctypes.c_void_p)
+    cupy_runtime.CupyRuntime.kernel = lambda *_: SimpleNamespace(ptr=1)  # type: ignore[method-assign]
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
 
 
-class Versioned(ctypes.Structure):
-    """``DLManagedTensorVersioned`` of DLPack."""
-
-    _fields_ = [(name, ctypes.c_uint32) for name in ("major", "minor")]
-    _fields_ += [(name, ctypes.c_uint64) for name in ("context", "deleter", "flags", "data")]
-    _fields_ += [(name, ctypes.c_int32) for name in ("device_type", "device_id", "ndim")]
-    _fields_ += [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-    _fields_ += [(name, ctypes.c_uint64) for name in ("shape", "strides", "byte_offset")]
-
-
 class Exchange(ctypes.Structure):
     """``DLPackExchangeAPI``."""
 
-    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32)]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("previous", "allocate", "export", "make", "view", "stream")]
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("major", "minor")),
+        *((name, ctypes.c_void_p) for name in ("previous", "allocate", "from_object", "to_object", "view", "stream")),
+    )
 
 
-Word = ctypes.POINTER(ctypes.c_void_p)
-capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
+class Tensor(ctypes.Structure):
+    """A flat float32 `torch.Tensor` of the device: ``DLManagedTensorVersioned``."""
 
-
-@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, Word)
-def export(tensor: Tensor, out: Any) -> int:
-    out[0] = tensor.address
-    return 0
-
-
-@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, Word)
-def current_stream(kind: int, index: int, out: Any) -> int:
-    out[0] = STREAM
-    return 0
-
-
-functions = [ctypes.cast(function, ctypes.c_void_p).value for function in (export, current_stream)]
-exchange = Exchange(1, 0, export=functions[0], stream=functions[1])
-
-
-class Tensor:
-    """A flat float32 `torch.Tensor` on the device."""
-
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("major", "minor")),
+        *((name, ctypes.c_uint64) for name in ("context", "deleter", "flags", "pointer")),
+        *((name, ctypes.c_int32) for name in ("device_type", "device", "ndim")),
+        *(("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)),
+        *(("lengths", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_uint64), ("offset", ctypes.c_uint64)),
+    )
     requires_grad = False
-    __dlpack_c_exchange_api__ = capsule(ctypes.addressof(exchange), b"dlpack_exchange_api", None)
 
-    def __init__(self, size: int, pointer: int) -> None:
-        self.shape = (ctypes.c_int64 * 1)(size)
-        self.exported = Versioned(1, 0, 0, 0, 0, pointer, 2, 0, 1, 2, 32, 1, ctypes.addressof(self.shape))
-        self.address = ctypes.addressof(self.exported)
+    def __init__(self, size: int, number: int) -> None:
+        """Make tensor ``number`` of those at the same time."""
+        pointer = (1 << 42) + (number << 34)
+        super().__init__(1, 0, 0, 0, 0, pointer, 2, 0, 1, 2, 32, 1, (ctypes.c_int64 * 1)(size))
 
-    def is_neg(self) -> bool:
-        return False
+    def __dlpack__(self, **_: object) -> Any:
+        counts["__dlpack__"] += 1
+        return capsule(ctypes.addressof(self), b"dltensor_versioned", None)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
 
-    def __dlpack__(self, **_: object) -> Any:
-        counts["export by Python"] += 1
-        return capsule(self.address, b"dltensor_versioned", None)
+
+EXCHANGE = b"dlpack_exchange_api"  # here, because a capsule does not keep its name alive
+capsule = ctypes.pythonapi.PyCapsule_New
+capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
-def torch() -> ModuleType:
-    """Return the stand-in for PyTorch."""
-    module = ModuleType("torch")
+def replace_torch(driver: ctypes.CDLL) -> Exchange:
+    """Return C functions that must be kept."""
+    from_object, stream = (ctypes.cast(f, ctypes.c_void_p) for f in (driver.from_object, driver.current_stream))
+    exchange = Exchange(1, 0, from_object=from_object, stream=stream)
+    Tensor.__dlpack_c_exchange_api__ = capsule(ctypes.addressof(exchange), EXCHANGE, None)  # type: ignore[attr-defined]
+    torch = ModuleType("torch")
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
         is_current_stream_capturing=lambda: False,
         current_stream=lambda index: SimpleNamespace(cuda_stream=STREAM),
-        caching_allocator_alloc=counted("memory of PyTorch", 0x100000),
+        caching_allocator_alloc=counted("memory of PyTorch", MB),
         caching_allocator_delete=lambda address: None,
     )
-    vars(module).update(cuda=cuda, Tensor=Tensor, __spec__=ModuleSpec("torch", None))
-    sys.modules["torch"] = module
-    return module
+    vars(torch).update(cuda=cuda, Tensor=Tensor, __spec__=SimpleNamespace())
+    sys.modules["torch"] = torch
+    return exchange
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def calls(comm: Any) -> dict[str, Callable[[], object]]:
+def calls(comm: Any) -> dict[str, Call]:
     import sparsecomm as sc
     from sparsecomm import backends
     from sparsecomm.tensors import interop
     from sparsecomm.tensors.kinds import INT4
 
     n, k = 25_600_000, 25_600
-    x, residual, small = Tensor(n, 1 << 40), Tensor(n, 1 << 41), Tensor(60_000, 1 << 40)
-    entries = sc.SparseVector.trusted(Array(4 * k, np.int32), Array(4 * k, np.float32), n, (n,))
+    x, residual, small = Tensor(n, 0), Tensor(n, 1), Tensor(60_000, 2)
+    entries = sc.SparseVector.trusted(Array(k, np.int32), Array(k, np.float32), n, (n,))
     backend = backends.of(interop.Device("cuda", 0))
+    weights, gradients = ({str(i): Tensor(size, first + i) for i, size in enumerate(GPT2)} for first in (3, 1000))
+    optimizer = sc.SparseAdamW(weights, comm=comm, check_weights_every=None)
+
+    def quantize() -> None:
+        with backend.on_stream(None):
+            backend.quantize(entries, INT4)
+
     return {
         "topk": lambda: sc.topk(x, k),
         "topk with a residual": lambda: sc.topk(x, k, residual=residual),
         "topk of 60,000 elements": lambda: sc.topk(small, 600),
         "topk by chunk": lambda: sc.topk(x, 4, residual=residual, chunk=4096),
-        "sparse_allreduce": lambda: sc.sparse_allreduce(x, k, comm=comm, residual=residual),
         "merge_topk": lambda: sc.merge_topk(entries, entries, k),
-        "quantize to int4": lambda: backend.quantize(entries, INT4),
-        "pack as int4": lambda: backend.pack(entries, INT4),
+        "quantize to int4": quantize,
+        "sparse_allreduce": lambda: sc.sparse_allreduce(x, k, comm=comm, residual=residual),
+        "SparseAdamW.step": lambda: optimizer.step(gradients),
     }
-
-
-def median_us(call: Callable[[], object]) -> float:
-    """Return the median of the mean time of a call, in microseconds of this thread."""
-    means = []
-    for _ in range(REPEATS):
-        begin = time.thread_time()
-        for _ in range(CALLS):
-            call()
-        means.append((time.thread_time() - begin) / CALLS * 1e6)
-    return float(np.median(means))
 
 
 def measure(profiled: str | None, comm: Any) -> None:
     """Print the table, or the profile of one call."""
+    print(f"{'':24}{'median':>10}{'fastest 5 %':>13}   calls to CUDA, CuPy and PyTorch")
     for name, call in calls(comm).items():
-        for _ in range(20):
+        if profiled not in (None, name):
+            continue
+        for _ in range(5):
             call()
-        if profiled == name:
-            with cProfile.Profile() as profile:
-                for _ in range(2000):
-                    call()
-            pstats.Stats(profile).sort_stats("tottime").print_stats(35)
-        elif not profiled:
-            counts.clear()
-            call()
-            seen = ", ".join(f"{count} {what}" for what, count in counts.items())
-            print(f"{name:26}{median_us(call):8.1f} us   {seen}")
+        counts.clear()
+        call()
+        seen = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+        with cProfile.Profile() if profiled else nullcontext() as profile:
+            times, end = list[float](), time.thread_time() + SECONDS
+            while (begin := time.thread_time()) < end or not times:
+                call()
+                times.append((time.thread_time() - begin) * 1e6)
+        fastest, median = np.percentile(times, [5, 50])
+        print(f"{name:24}{median:7,.0f} us{fastest:10,.0f} us   {seen}")
+        if profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", metavar="CALL", help="profile this call")
+    parser = report.parser(__doc__, prog="python -m bench.gpu_host")
+    parser.add_argument("--profile", metavar="CALL", help="profile one call")
     options = parser.parse_args()
-    cupy()
-    torch()
+    driver = compiled()
+    replace_cupy(driver)
+    kept = replace_torch(driver)
     from sparsecomm.transport import simulated
 
     simulated.run(1, lambda comm: measure(options.profile, comm))
+    del kept
 
 
 if __name__ == "__main__":

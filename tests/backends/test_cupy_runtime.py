@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -125,6 +125,71 @@ def test_arguments_of_launches(compiled: list[tuple[str, ...]]) -> None:
     for wrong in (-1, 2**64, 0.5, "x"):
         with pytest.raises((OverflowError, TypeError)):
             module.CupyRuntime(1).launcher([launch(5, n=wrong)])
+
+
+class Stream:
+    """A stream of CuPy. The last one that was entered is the current one."""
+
+    entered: ClassVar[list[Stream]] = []
+    wrapped = 0
+
+    def __init__(self, ptr: int, capturing: bool = False) -> None:
+        self.ptr, self.capturing, self.log = ptr, capturing, list[Any]()
+
+    def __enter__(self) -> None:
+        Stream.entered.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        Stream.entered.pop()
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def record(self, event: object) -> object:
+        self.log.append(event)
+        return event
+
+    def wait_event(self, event: object) -> None:
+        self.log.append(event)
+
+    @classmethod
+    def from_external(cls, stream: Any) -> Stream:
+        cls.wrapped += 1
+        return cls(stream.__cuda_stream__()[1], capturing=True)
+
+
+def test_streams(compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of another library is wrapped once. On leaving, the stream from before follows by the same event."""
+    module, own, per_thread = importlib.import_module(NAME), Stream(5), Stream(2)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(Stream, "entered", [own])
+    monkeypatch.setattr(Stream, "ptds", per_thread, raising=False)
+    vars(module.cupy.cuda).update(
+        Stream=Stream,
+        Event=lambda disable_timing: object(),
+        get_current_stream=lambda: Stream.entered[-1],
+        runtime=SimpleNamespace(getDevice=lambda: current[-1]),
+    )
+    runtime = module.CupyRuntime(1)
+    for _ in range(2):
+        assert not runtime.capturing()
+        outer = runtime.enter(7)
+        assert (runtime.stream(), runtime.capturing(), current) == (7, True, [0, 1])
+        inner = runtime.enter(2)
+        assert (runtime.stream(), runtime.capturing()) == (2, False)
+        nested = runtime.enter(None)
+        assert (runtime.stream(), runtime.capturing()) == (2, False)
+        runtime.leave(nested, follow=True)
+        runtime.leave(inner, follow=True)
+        assert (runtime.stream(), runtime.capturing()) == (7, True)
+        foreign = Stream.entered[-1]
+        runtime.leave(outer, follow=True)
+        assert (Stream.entered, runtime.capturing(), current) == ([own], False, [0])
+    assert Stream.wrapped == 1
+    once, again = own.log
+    assert once is again
+    assert foreign.log == [per_thread.log[0], once, per_thread.log[1], once]
+    assert per_thread.log[0] is not per_thread.log[1]  # threads must not share an event of their streams
 
 
 def test_a_module_is_compiled_once_on_a_machine(

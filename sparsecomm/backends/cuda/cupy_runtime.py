@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ class CupyRuntime:
         # The driver's function, since `cupy.cuda.Function` converts the arguments of each launch again.
         self._launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value or 0
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._entered = _Entered()
         self._streams: dict[int, Any] = {}  # that CuPy did not create, by handle
         self._events: dict[int, Any] = {}
         self._of_graphs: list[Array] = []  # which replays write to, even if nobody else refers to them
@@ -100,7 +102,8 @@ class CupyRuntime:
         return _Event()
 
     def capturing(self) -> bool:
-        return bool(cupy.cuda.get_current_stream().is_capturing())
+        known = self._entered.capturing
+        return bool(cupy.cuda.get_current_stream().is_capturing()) if known is None else known
 
     def stream(self) -> int:
         return cupy.cuda.get_current_stream().ptr or 1
@@ -114,24 +117,26 @@ class CupyRuntime:
         device.__enter__()
         entered = None
         try:
-            previous = cupy.cuda.get_current_stream()
-            torch = _torch() if stream is None and not previous.is_capturing() else None
+            previous, before = cupy.cuda.get_current_stream(), self._entered.capturing
+            wanted = self._known(stream) if isinstance(stream, int) else stream
+            capturing = bool((previous if wanted is None else wanted).is_capturing())
+            torch = _torch() if wanted is None and not capturing else None
             if torch is not None and torch.cuda.is_current_stream_capturing():
                 raise InvalidInputError(
                     "PyTorch's current stream is being captured into a CUDA graph, and CuPy's is not: make calls "
                     "without a tensor of PyTorch, such as merge_topk, before or after the graph"
                 )
-            wanted = self._known(stream) if isinstance(stream, int) else stream
             if wanted is not None and wanted.ptr != previous.ptr:
                 wanted.__enter__()
                 entered = wanted
+            self._entered.capturing = capturing
         except BaseException:
             device.__exit__(None, None, None)
             raise
-        return device, previous, entered
+        return device, previous, entered, before
 
     def leave(self, entered: Any, follow: bool) -> None:
-        device, previous, stream = entered
+        device, previous, stream, self._entered.capturing = entered
         try:
             if stream is not None:
                 stream.__exit__(None, None, None)
@@ -158,6 +163,12 @@ class CupyRuntime:
         if stream.ptr not in self._events:
             self._events[stream.ptr] = cupy.cuda.Event(disable_timing=True)
         return self._events[stream.ptr]
+
+
+class _Entered(threading.local):
+    """Whether the stream that the thread has entered is being captured; ``None`` if it has entered none."""
+
+    capturing: bool | None = None
 
 
 def _torch() -> Any:
