@@ -94,6 +94,7 @@ def test_launches_are_prepared_once(
         x, r = (data.integers(n + shift, "float32", seed + i)[shift:] for i in range(2))
         total = r + x if residual else x.copy()
         kept = x.copy(), r.copy()
+        runtime.launches.clear()
         prepared.clear()
         arguments = (k, n // 3) if by_chunk else (k,)
         select, oracle = (getattr(each, "topk_by_chunk" if by_chunk else "topk") for each in (backend, reference))
@@ -104,8 +105,9 @@ def test_launches_are_prepared_once(
         np.testing.assert_array_equal(x, kept[0])
         return len(prepared)
 
-    launches = 1 if by_chunk else 5
-    assert [call(9000, 90, seed) for seed in range(3)] == [launches, 0, 0]
+    launches = call(9000, 90, 0)
+    assert launches == len(runtime.launches) > 0
+    assert [call(9000, 90, seed) for seed in (1, 2)] == [0, 0]
     assert call(9000, 91, 3) == call(9000, 90, 4, residual=False) == call(9000, 90, 5, shift=1) == launches
     assert call(40_000, 90, 6) == launches  # with a longer state
     assert call(9000, 90, 7) == 0
