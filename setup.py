@@ -54,6 +54,7 @@ EXTENSIONS = [
         extra_compile_args=[*C, "-std=c++17"],
         extra_link_args=["-pthread"],
     ),
+    Extension("sparsecomm.backends.cuda._launch", ["sparsecomm/backends/cuda/_launch.pyx"], extra_compile_args=C),
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.backends._cpu",

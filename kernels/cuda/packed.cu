@@ -4,6 +4,7 @@
 //   unpack           decodes entries, and checks the bytes            reads bytes, writes entries
 //   quantize_values  rounds values to a kind; returns rounded         reads values once, writes them twice
 //                    values, errors, and the number of zeros
+//   drop_zeros       removes entries that were rounded to zero        reads entries, writes the others
 //   find_not_finite  finds whether a value is not finite: kinds with  reads values
 //                    bit planes then send exact values
 //
@@ -12,7 +13,7 @@
 // index, floor(log2((span + 1) / count)).
 //
 // Grids: any number of blocks, but one per PACKED_THREADS words of high for unpack. In pack, a thread writes whole words of
-// low and high, from the entries that it finds by calculation or binary search. Unpack counts the bits before each word by
+// low and high, from the entries that it finds by calculation or binary search. drop_zeros has one thread per entry. Unpack counts the bits before each word by
 // decoupled look-back. It trusts only first, span, l and count, which the host has checked against the length of the
 // message, and accesses no other memory, whatever the bytes are. It adds to `faults` if there are not `count` bits, an unused
 // bit is set, an exponent is too large, or the magnitudes of a block are invalid. Deterministic.
@@ -283,19 +284,47 @@ find_not_finite(const Value* values, u64 count, u32* found) {
 // Rounds values to a kind: to nearest even, or to the nearest level of a block.
 //
 //   values      [in]      `count` values
+//   positions   [in]      position of each value in `errors`, to which its error is added; or null
 //   rounded     [out]     `count` values; zeros are +0
-//   errors      [out]     `count` values: values - rounded; 0 if not finite
+//   errors      [in,out]  if `positions` is null, receives values - rounded; 0 if not finite
 //   not_finite  [in]      for kinds with planes: result of `find_not_finite`; if set, nothing is rounded. Else null
 //   zeros       [in,out]  the number of zeros in `rounded` is added
 KERNEL void __launch_bounds__(PACKED_THREADS)
-quantize_values(const Value* values, u64 count, Value* rounded, Value* errors, const u32* not_finite, u64* zeros) {
+quantize_values(const Value* values, u64 count, const Index* positions, Value* rounded, Value* errors, const u32* not_finite,
+                u64* zeros) {
     u64 found = 0;
     const auto write = [&](u64 i, Value v, Value to) {
         rounded[i] = to == 0 ? Value(0) : to;  // not -0
-        errors[i] = is_finite(v) ? v - to : Value(0);
+        const Value error = is_finite(v) ? v - to : Value(0);
+        if (positions == nullptr)
+            errors[i] = error;
+        else
+            errors[positions[i]] += error;
         found += to == 0;
     };
     round_values<Codec>(values, count, not_finite, write);
     found = warp_sum(found);
     if (threadIdx.x % WARP == 0 && found) atomicAdd(zeros, found);
+}
+
+// Removes zeros, in order.
+//
+//   values, indices, positions  [in]      `count` entries; positions: of the first values, null if these are the first
+//   rest_...                    [out]     the entries whose value is not zero
+//   look_back                   [in,out]  see lookback.cuh
+KERNEL void __launch_bounds__(PACKED_THREADS)
+drop_zeros(const Value* values, const Index* indices, const Index* positions, u64 count, Value* rest_values,
+           Index* rest_indices, Index* rest_positions, LookBack* look_back) {
+    const u32 ticket = tile_ticket(look_back);
+    const u64 i = u64(ticket) * PACKED_THREADS + threadIdx.x;
+    const Value value = i < count ? values[i] : Value(0);
+    u32 all;
+    const u32 within = block_scan<PACKED_THREADS>(u32(value != 0), &all);
+    const u64 to = exclusive_prefix(look_back, ticket, all) + within;
+    if (value != 0) {
+        rest_values[to] = value;
+        rest_indices[to] = indices[i];
+        rest_positions[to] = positions == nullptr ? Index(i) : positions[i];
+    }
+    reset_after_last_block(look_back, gridDim.x);
 }

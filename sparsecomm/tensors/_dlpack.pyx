@@ -50,6 +50,8 @@ cdef struct Exchange:  # the beginning of DLPackExchangeAPI
     void* previous
     void* allocator
     int (*from_object)(void*, Versioned**) noexcept
+    void* unused[2]
+    int (*current_stream)(int32_t, int32_t, void**) noexcept
 
 cdef uint64_t READ_ONLY = 1, IS_COPIED = 2
 cdef int64_t MAX_SIZE = 2**60 - 1  # elements: their bytes must fit in an int64
@@ -158,6 +160,7 @@ def overlap(Tensor a not None, Tensor b not None):
 cdef Py_ssize_t[4] ITEMSIZES = [2, 2, 4, 8]  # by code of the dtype
 cdef list DTYPES = [FLOAT16, BFLOAT16, FLOAT32, FLOAT64]  # by code
 cdef dict exchanges = {}  # type of an object -> capsule of its C functions
+cdef dict gpus = {}  # by number
 
 
 cdef Tensor host_tensor(uintptr_t pointer, Py_ssize_t size, tuple shape, int code, device, bint readonly, owner):
@@ -167,10 +170,11 @@ cdef Tensor host_tensor(uintptr_t pointer, Py_ssize_t size, tuple shape, int cod
     return t
 
 
-def plain(obj, bint writable, cpu):
-    """Return the tensor of a common kind of host array, quickly; None if `interop` must check the array.
+def plain(obj, bint writable, cpu, stream=None):
+    """Return the tensor of a common kind of array, quickly; None if `interop` must check the array.
 
     Common kinds are NumPy arrays and types with DLPack's C functions, such as PyTorch tensors. ``cpu``: the device.
+    ``stream``: as in `interop.tensor`.
     """
     if type(obj) is cnp.ndarray:
         return plain_array(obj, writable, cpu)
@@ -199,10 +203,30 @@ def plain(obj, bint writable, cpu):
         return None
     cdef int code = (2 if memory.bits == 32 else 3 if memory.bits == 64 else 0) if memory.code == 2 else 1
     cdef bint known = memory.code == 2 and memory.bits in (16, 32, 64) or memory.code == 4 and memory.bits == 16
-    if (not known or memory.pointer == 0 and memory.size > 0 or memory.lanes != 1 or memory.device_type != 1 or not memory.contiguous
+    if (not known or memory.pointer == 0 and memory.size > 0 or memory.lanes != 1 or not memory.contiguous
             or memory.pointer % <uintptr_t>(memory.bits // 8) or writable and (memory.readonly or memory.copied)):
         return None
-    return host_tensor(memory.pointer, memory.size, memory.shape, code, cpu, memory.readonly, memory)
+    cdef Tensor found = host_tensor(memory.pointer, memory.size, memory.shape, code, cpu, memory.readonly, memory)
+    if memory.device_type != 1:
+        return on_device(found, memory, exchange, type(cpu), stream)
+    return found
+
+
+cdef Tensor on_device(Tensor found, Import memory, Exchange* exchange, device, stream):
+    """Return ``found`` as a tensor of a CUDA device; None if ``stream`` would have to wait for the library's stream."""
+    cdef void* current = NULL
+    if memory.device_type != 2 or exchange.current_stream == NULL:
+        return None
+    if exchange.current_stream(memory.device_type, memory.device_id, &current):
+        PyErr_Clear()
+        return None
+    found.stream = <uintptr_t>current or 1
+    if stream is not None and stream != found.stream:
+        return None
+    if memory.device_id not in gpus:
+        gpus[memory.device_id] = device("cuda", memory.device_id)
+    found.device = gpus[memory.device_id]
+    return found
 
 
 cdef plain_array(cnp.ndarray array, bint writable, cpu):

@@ -59,7 +59,7 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
         stream: CUDA stream on which the memory will be used, as numbered by DLPack; ``None``: the current stream of the
             tensor's library.
     """
-    if (plain := _dlpack.plain(obj, writable, CPU)) is not None:
+    if (plain := _dlpack.plain(obj, writable, CPU, stream)) is not None:
         return plain
     if isinstance(obj, np.ndarray):
         return _from_numpy(obj, name, writable)

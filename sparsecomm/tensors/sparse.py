@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 _new = object.__new__
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 INT64_SIZE = 2**31  # vectors with at least this many elements have int64 indices
 
 
 def index_dtype(size: int) -> ArrayDType:
     """Return the index dtype for ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
-    return np.dtype(np.int32 if size < INT64_SIZE else np.int64)
+    return _INT32 if size < INT64_SIZE else _INT64
 
 
 class SparseVector:

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from sparsecomm.backends.cuda.modules import OPTIONS
+from sparsecomm.backends.cuda.runtime import Launch, Moved
 
 NAME = "sparsecomm.backends.cuda.cupy_runtime"
 MADE = b"a module"
+
+
+words, pointers = [ctypes.c_uint] * 7, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p]
+launched: list[Any] = []  # by the driver: handle, sizes, stream, and the parameters of kernels
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *words, *pointers)
+def launch(function: int, *arguments: Any) -> int:
+    *sizes, stream, parameters, extra = arguments
+    types = KERNELS[function]
+    found = [ctypes.cast(parameters[i], ctypes.POINTER(kind))[0] for i, kind in enumerate(types)]
+    launched.append((function, sizes, stream, found, extra))
+    return 700 if function == FAILS else 0
+
+
+FAILS = 9
+KERNELS: dict[int, list[Any]] = {
+    5: [ctypes.c_uint64, ctypes.c_bool, ctypes.c_float, ctypes.c_uint64, ctypes.c_int32, ctypes.c_double],
+    6: [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int8, ctypes.c_uint32],
+    FAILS: [],
+}
 
 
 class Module:
@@ -47,21 +71,125 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
             monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(importlib.import_module(NAME), "cupy", cupy)
     monkeypatch.setattr(importlib.import_module(NAME), "compiler", compiler)
+    monkeypatch.setattr(
+        importlib.import_module(NAME).ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernel=launch)
+    )
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     return seen
+
+
+current = [0]  # devices, of which the last one is current
 
 
 def device(index: int = 0) -> Any:
     """A device, which may be made current."""
     found = SimpleNamespace(attributes={"MultiProcessorCount": 3}, compute_capability="90")
-    return type("Device", (SimpleNamespace,), {"__enter__": lambda self: self, "__exit__": lambda *_: None})(
-        **vars(found)
-    )
+    methods = {"__enter__": lambda self: current.append(index), "__exit__": lambda *_: current.pop()}
+    return type("Device", (SimpleNamespace,), methods)(**vars(found))
 
 
 def kernel(definitions: tuple[str, ...] = ("A=1",)) -> Callable[..., Any]:
     """A kernel of a process that has just begun."""
     return importlib.import_module(NAME).CupyRuntime(0).kernel("dense.cu", "add", definitions)
+
+
+def test_arguments_of_launches(compiled: list[tuple[str, ...]]) -> None:
+    """They are converted once; afterwards only addresses change. The first error ends the launches."""
+    module, devices = importlib.import_module(NAME), list[int]()
+    driver = SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {}))
+    runtime = SimpleNamespace(setDevice=devices.append)
+    stream = SimpleNamespace(ptr=7)
+    vars(module.cupy.cuda).update(driver=driver, runtime=runtime, get_current_stream=lambda: stream)
+
+    def launch(handle: int, **arguments: Any) -> Launch:
+        return Launch(SimpleNamespace(ptr=handle), 3 * handle, 32 * handle, arguments)
+
+    values = {"n": 2**64 - 1, "aligned": True, "scale": np.float32(-0.75), "x": Moved(1, 16), "step": np.int32(-2)}
+    first = launch(5, **values, margin=np.float64(0.1))
+    second = launch(6, x=Moved(0, 0), again=Moved(1, 0), write=np.int8(-1), bits=np.uint32(2**32 - 1))
+    start = module.CupyRuntime(1).launcher([first, second])
+    for addresses in ((0x1000, 0x2000), (0x3000, 2**63)):
+        launched.clear()
+        start(addresses)
+        for number, parameters in (
+            (5, [2**64 - 1, True, -0.75, addresses[1] + 16, -2, 0.1]),
+            (6, [*addresses, -1, 2**32 - 1]),
+        ):
+            sizes = [3 * number, 1, 1, 32 * number, 1, 1, 0]
+            assert launched.pop(0) == (number, sizes, 7, parameters, None)
+        assert not launched
+    with pytest.raises(driver.CUDADriverError, match="700"):
+        module.CupyRuntime(1).launcher([second, launch(FAILS), second])((0, 0))
+    assert [handle for handle, *_ in launched] == [6, FAILS]
+    assert devices == [1, 1, 1]
+    for wrong in (-1, 2**64, 0.5, "x"):
+        with pytest.raises((OverflowError, TypeError)):
+            module.CupyRuntime(1).launcher([launch(5, n=wrong)])
+
+
+class Stream:
+    """A stream of CuPy. The last one that was entered is the current one."""
+
+    entered: ClassVar[list[Stream]] = []
+    wrapped = 0
+
+    def __init__(self, ptr: int, capturing: bool = False) -> None:
+        self.ptr, self.capturing, self.log = ptr, capturing, list[Any]()
+
+    def __enter__(self) -> None:
+        Stream.entered.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        Stream.entered.pop()
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def record(self, event: object) -> object:
+        self.log.append(event)
+        return event
+
+    def wait_event(self, event: object) -> None:
+        self.log.append(event)
+
+    @classmethod
+    def from_external(cls, stream: Any) -> Stream:
+        cls.wrapped += 1
+        return cls(stream.__cuda_stream__()[1], capturing=True)
+
+
+def test_streams(compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of another library is wrapped once. On leaving, the stream from before follows by the same event."""
+    module, own, per_thread = importlib.import_module(NAME), Stream(5), Stream(2)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(Stream, "entered", [own])
+    monkeypatch.setattr(Stream, "ptds", per_thread, raising=False)
+    vars(module.cupy.cuda).update(
+        Stream=Stream,
+        Event=lambda disable_timing: object(),
+        get_current_stream=lambda: Stream.entered[-1],
+        runtime=SimpleNamespace(getDevice=lambda: current[-1]),
+    )
+    runtime = module.CupyRuntime(1)
+    for _ in range(2):
+        assert not runtime.capturing()
+        outer = runtime.enter(7)
+        assert (runtime.stream(), runtime.capturing(), current) == (7, True, [0, 1])
+        inner = runtime.enter(2)
+        assert (runtime.stream(), runtime.capturing()) == (2, False)
+        nested = runtime.enter(None)
+        assert (runtime.stream(), runtime.capturing()) == (2, False)
+        runtime.leave(nested, follow=True)
+        runtime.leave(inner, follow=True)
+        assert (runtime.stream(), runtime.capturing()) == (7, True)
+        foreign = Stream.entered[-1]
+        runtime.leave(outer, follow=True)
+        assert (Stream.entered, runtime.capturing(), current) == ([own], False, [0])
+    assert Stream.wrapped == 1
+    once, again = own.log
+    assert once is again
+    assert foreign.log == [per_thread.log[0], once, per_thread.log[1], once]
+    assert per_thread.log[0] is not per_thread.log[1]  # threads must not share an event of their streams
 
 
 def test_a_module_is_compiled_once_on_a_machine(
@@ -93,11 +221,12 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
     memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}
     vars(module.cupy.cuda).update(get_current_stream=lambda: stream, **memory)
+    vars(module.cupy.cuda)["runtime"] = SimpleNamespace(getDevice=lambda: current[-1])
     vars(module.cupy)["ndarray"] = lambda shape, dtype, memory: SimpleNamespace(memory=memory)
     of_torch = SimpleNamespace(
         is_initialized=lambda: used,
         is_current_stream_capturing=lambda: by_torch,
-        caching_allocator_alloc=lambda *arguments: log.append(arguments) or 0x1000,
+        caching_allocator_alloc=lambda *arguments: log.append((*arguments, current[-1])) or 0x1000,
         caching_allocator_delete=lambda address: log.append(address),
     )
     runtime = module.CupyRuntime(1)
@@ -111,11 +240,11 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
             made = runtime.empty(nbytes // 8, "f8")
         assert (made in runtime._of_graphs) == (capturing and made.memory is None)
         if used and imported and (by_torch if capturing else nbytes > 8):
-            assert log == [(nbytes, 1, 7)]
+            assert log == [(nbytes, 1, 7, 1)]
             owner = made.memory[1][3]
             assert made.memory == ("MemoryPointer", ("UnownedMemory", 0x1000, nbytes, owner, 1), 0)
             del made, owner
-            assert log == [(nbytes, 1, 7), 0x1000]  # freed with the array
+            assert log == [(nbytes, 1, 7, 1), 0x1000]  # freed with the array
         else:
             assert (log, made.memory) == ([], None)
         log.clear()

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecomm.backends import CpuBackend
-from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.context import CountedVector
+from sparsecomm.backends.cuda import CudaBackend, packing
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
 from tests.backends import packed_format
-from tests.backends.devices import Device, Emulated
+from tests.backends.devices import Device, Emulated, same
 from tests.backends.packed_format import (
     SHAPES,
     areas,
@@ -114,9 +113,10 @@ def test_every_number_of_low_bits(device: Device) -> None:
 
 @on_cuda
 def test_a_vector_whose_length_only_the_device_knows(device: Device) -> None:
-    entries, runtime = entries_of("spread", 700, 50_000, EXACT, False, 1), device.backend.runtime
-    counter = np.array([650], np.uint64)
-    counted = CountedVector(runtime, (entries.indices, entries.values), counter, 50_000, (50_000,))
+    entries = entries_of("spread", 700, 50_000, EXACT, False, 1)
+    counted = device.backend.counted(700, np.dtype(np.float32), 50_000, (50_000,))
+    for memory, content in zip((counted.counter, *counted.room), ([650], entries.indices, entries.values), strict=True):
+        memory[:] = device.array(np.asarray(content, memory.dtype))
     assert device.backend.pack(counted, EXACT).tobytes() == packed(entries.indices[:650], entries.values[:650], EXACT)
 
 
@@ -186,6 +186,36 @@ def test_a_value_that_is_not_finite_keeps_all_as_they_are(device: Device, kind: 
     for other in set(KINDS) - set(FEW):
         with pytest.raises(ValueError, match=r"beyond the end|expected less than"):
             unpacked(device.backend, sent, 68, 501, other)
+
+
+@on_cuda
+@pytest.mark.parametrize("int64_indices", [False, True])
+@pytest.mark.parametrize("kind", [INT8, FLOAT16, *FEW], ids=lambda kind: kind.name)
+def test_zeros_are_dropped_by_the_device(
+    device: Device, kind: ValueKind, int64_indices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits once for each rounding. Dropping zeros changes the blocks, and so may lead to further zeros."""
+    runtime, rng, size = device.backend.runtime, np.random.default_rng(1), 2**40 if int64_indices else 60_000
+    waits, rounds, read_word = list[int](), list[int](), packing.read_word
+    monkeypatch.setattr(packing, "read_word", lambda *arguments: waits.append(read_word(*arguments)) or waits[-1])
+    spread = (10.0 ** rng.uniform(-9, 0, 3000) * rng.choice([-1, 1], 3000)).astype(np.float32)
+    with_nan, denormals = spread.copy(), np.full(64, 1e-41, np.float32)
+    with_nan[100] = np.nan
+    for values in (spread, with_nan, spread[:64], np.full(70, 1e-9, np.float32), denormals, spread[:0]):
+        indices = np.sort(rng.choice(60_000, len(values), replace=False)) * (size // 60_000)
+        host = SparseVector(indices, values, size)
+        entries = device.entries(host.indices, host.values, size)
+        expected, lost = HOST.quantize(host, kind)
+        waits.clear()
+        runtime.launches.clear()
+        found, errors = device.backend.quantize(entries, kind)
+        same(found, (expected.indices, expected.values))
+        same(errors, (lost.indices, lost.values))
+        assert len(waits) == 0 if not len(values) else waits[-1] == 0 or sum(waits) == len(values)
+        assert runtime.launches.count("drop_zeros") == sum(zeros > 0 for zeros in waits)
+        runtime.check()
+        rounds.append(len(waits))
+    assert rounds[0] >= (3 if kind == INT8 else 2 if kind == FLOAT16 else 1)
 
 
 def test_values_that_cannot_be_of_a_kind() -> None:

@@ -271,6 +271,21 @@ def packing_of(sources: Path, seed: int, *kinds: tuple[ValueKind, str]) -> None:
             refused(it.backend, message[:begin] + byte * (end - begin - 8) + message[end - 8 :], count, n, kind)
 
 
+def dropping_zeros(sources: Path, seed: int) -> None:
+    """Zeros of several roundings, in some tiles."""
+    it, n, count = crowded(sources, seed), 60_000, 2999
+    values = gradient("huge range", count, "float32", seed)
+    indices = np.sort(np.random.default_rng(seed).choice(n, count, replace=False)).astype(np.int32)
+    entries = it.entries(*(guarded(it.backend.runtime, a) for a in (indices, values)), n)
+    for _ in range(2):
+        found = it.backend.quantize(entries, packed.INT8)
+        it.backend.runtime.check()
+        for ours, theirs in zip(
+            found, CpuBackend(1).quantize(SparseVector(indices, values, n), packed.INT8), strict=True
+        ):
+            same(ours, (theirs.indices, theirs.values))
+
+
 def packing_few_bits(sources: Path, seed: int) -> None:
     """Also of a vector that is not finite, and with bits behind the last value."""
     packing_of(sources, seed, (INT4, "spread"))
@@ -332,6 +347,7 @@ DRIVERS = (
     adding_where,
     packing,
     packing_few_bits,
+    dropping_zeros,
     damaged_messages,
 )
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.backends.cuda.runtime import Launch, Moved
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FLAGS = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
@@ -89,6 +91,14 @@ class EmulatedRuntime:
                 name, getattr(library, f"emulate_{name}"), dict(zip(names, sizes, strict=True)), threads
             )
         return self._kernels[key]
+
+    def launcher(self, launches: Sequence[Launch]) -> Callable[[tuple[int, ...]], None]:
+        def start(addresses: tuple[int, ...]) -> None:
+            for kernel, blocks, threads, arguments in launches:
+                found = {name: _scalar(argument, addresses) for name, argument in arguments.items()}
+                self.launch(kernel, blocks, threads, found)
+
+        return start
 
     def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]) -> None:
         given = {name: argument.nbytes for name, argument in arguments.items()}
@@ -208,6 +218,15 @@ class EmulatedRuntime:
                 raise EmulatorError(f"{file} {definitions} does not compile:\n{done.stderr[:3000]}")
             made.replace(library)
         return library
+
+
+def _scalar(argument: Any, addresses: tuple[int, ...]) -> np.generic:
+    """An argument of a `Launch`, of the type in which it is passed."""
+    if isinstance(argument, Moved):
+        argument = addresses[argument.block] + argument.offset
+    if isinstance(argument, bool):
+        return np.bool_(argument)
+    return np.uint64(argument) if isinstance(argument, int) else argument
 
 
 def _reached(file: str, texts: dict[str, str]) -> list[str]:

@@ -22,6 +22,7 @@ from tests.emulator.mutated import (
     adding_where,
     chunks,
     densify,
+    dropping_zeros,
     merge,
     packing,
     packing_few_bits,
@@ -50,6 +51,7 @@ class Fault(NamedTuple):
 
 
 BARRIER = "__syncthreads();"
+LEAVE = "    reset_after_last_block(look_back, gridDim.x);\n"
 IS_LAST = "is_last_block(&state->parts_done)"
 FAULTS = [
     Fault(*fault)
@@ -105,7 +107,7 @@ FAULTS = [
         ("blocks that are done are counted on", "lookback.cuh", "*blocks_done = 0;", ";", threshold),
         ("merge counts other sums", "merge.cu", "(look_back, ticket, all)", "(look_back, ticket, u64(count))", merge),
         ("unpack counts others", "packed.cu", "(look_back, ticket, all)", "(look_back, ticket, word != 0)", packing),
-        ("unpack does not leave", "packed.cu", "    reset_after_last_block(look_back, gridDim.x);\n", "", packing),
+        ("unpack does not leave", "packed.cu", LEAVE, "", packing),
         # bounds
         ("16 bytes are read behind the end", "load.cuh", "+ VECTOR <= n", "+ VECTOR <= n + 3", threshold, 0),
         ("16 bytes written behind it", "load.cuh", "+ VECTOR <= n", "+ VECTOR <= n + 3", threshold_with_residual, 1),
@@ -166,6 +168,22 @@ FAULTS = [
         ("bits behind the last value will do", "packed.cu", "plane[p] >> bit < 2", "true", packing_few_bits),
         ("any magnitudes will do", "packed.cu", "good &= block.valid();", ";", packing_few_bits),
         ("what is not finite is not found", "packed.cu", "*found = 1;", ";", packing_few_bits),
+        (
+            "only the last error counts",
+            "packed.cu",
+            "errors[positions[i]] += error;",
+            "errors[i] = error;",
+            dropping_zeros,
+        ),
+        (
+            "each rounding counts positions anew",
+            "packed.cu",
+            "? Index(i) : positions[i]",
+            "? Index(i) : Index(i)",
+            dropping_zeros,
+        ),
+        ("drop_zeros leaves gaps", "packed.cu", "u32(value != 0), &all)", "u32(i < count), &all)", dropping_zeros),
+        ("drop_zeros does not leave", "packed.cu", LEAVE, "", dropping_zeros, 1),
         # sequences of launches
         ("radix never resumes", "topk.cu", "retry = found > capacity ||", "retry = false &&", topk),
         ("what lost is not given back", "emit.cuh", "if (residual != nullptr)", "if (false)", topk_with_residual),

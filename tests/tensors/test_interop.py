@@ -281,6 +281,58 @@ def test_devices_and_streams() -> None:
     assert made.exporter.stream == 2  # type: ignore[attr-defined]
 
 
+class Exchanged:
+    """Exported by DLPack's C functions as memory of a GPU, and in Python only if the C functions do not suffice."""
+
+    made: Any
+    asked: int | None = None  # stream that `__dlpack__` was asked for
+    current = 0x50  # stream
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.made.managed.tensor.device_type, self.made.managed.tensor.device_id
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        self.asked = stream
+        return self.made.capsule
+
+
+def test_streams_of_c_functions() -> None:
+    """A tensor is ready on its library's current stream; another stream has to wait, as `__dlpack__` knows how to."""
+    word = ctypes.POINTER(ctypes.c_void_p)
+
+    @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, word)
+    def export(array: Exchanged, out: Any) -> int:
+        out[0] = ctypes.addressof(array.made.managed)
+        return 0
+
+    @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, word)
+    def current(kind: int, index: int, out: Any) -> int:
+        assert (kind, index) == (2, 3)
+        out[0] = Exchanged.current
+        return 0
+
+    functions = (ctypes.cast(f, ctypes.c_void_p).value for f in (export, current))
+    first, last = functions
+    table = (ctypes.c_void_p * 7)(1, None, None, first, None, None, last)
+    Exchanged.__dlpack_c_exchange_api__ = new_capsule(ctypes.addressof(table), b"dlpack_exchange_api", None)  # type: ignore[attr-defined]
+    for stream, asked, ready, exported in (
+        (0x50, None, 0x50, False),
+        (0x50, 0x50, 0x50, False),
+        (0, None, 1, False),  # the legacy default stream
+        (0, 1, 1, False),
+        (0x50, 7, 7, True),
+    ):
+        array = Exchanged()
+        array.made, Exchanged.current = HandMade(device_type=2, device_id=3), stream
+        found = tensor(array, "x", writable=True, stream=asked)
+        assert (found.pointer, found.size) == (array.made.memory.ctypes.data, 8)
+        assert (found.device, found.stream, found.dtype) == (Device("cuda", 3), ready, FLOAT32)
+        assert array.asked == (asked if exported else None)
+        del found
+        gc.collect()
+        assert array.made.deleted == 1 + exported
+
+
 @pytest.mark.parametrize("flags", [1, 2], ids=["read-only", "copied"])
 def test_flags_that_forbid_writing(flags: int) -> None:
     assert tensor(HandMade(flags=flags).exporter, "x").readonly is (flags == 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from sparsecomm.backends.cuda.runtime import (
     PER_THREAD,
     Event,
     Kernel,
+    Moved,
     OnStream,
     Runtime,
     Scalar,
@@ -25,6 +26,7 @@ from sparsecomm.backends.cuda.runtime import (
     read_word,
     refuse_capture,
 )
+from sparsecomm.backends.cuda.runtime import Launch as Launch
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
@@ -33,22 +35,19 @@ from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 # A kernel's argument. Arrays and tensors are passed as addresses, `None` as a null pointer, an int as u64.
 Argument = Array | Tensor | Scalar | int | None
 Arguments = dict[str, Argument]
-
-
-class Launch(NamedTuple):
-    """A kernel, ready to be started."""
-
-    kernel: Kernel
-    blocks: int
-    threads: int
-    arguments: dict[str, Scalar]
+_COUNTER_BYTES = 256  # of the counter of a `CountedVector`, so that values and indices are aligned
+_MAX_PLANS = 256  # of a stream
 
 
 class Workspace:
-    """Memory of one stream that is kept between calls: the state that kernels share, which is zero between calls."""
+    """Memory of one stream that is kept between calls: the state that kernels share, which is zero between calls.
+
+    ``plans`` start the launches of calls that differ only in the addresses of their arguments.
+    """
 
     def __init__(self, runtime: Runtime, tuning: Tuning) -> None:
         self._runtime = runtime
+        self.plans: dict[Hashable, Callable[[tuple[int, ...]], None]] = {}
         self._structures = structures(tuning)
         self._rooms: dict[str, Array] = {}
         self._outgrown: list[Array] = []  # kept, because a captured graph may still use them
@@ -98,6 +97,7 @@ class ExecutionContext(Backend):
         self.in_use = MemoryInUse()
         self._definitions = self.tuning.definitions + structure_definitions(self.tuning)
         self._workspaces, self._of_thread = dict[int, Workspace](), _OfThread()  # by the handle of the stream
+        self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
         self._tables: dict[tuple[int, int], tuple[Array, Array]] = {}  # of `CudaBackend.adamw`
         self._side: Stream | None = None
 
@@ -128,7 +128,9 @@ class ExecutionContext(Backend):
         self, file: str, name: str, types: tuple[str, ...], blocks: int, threads: int, arguments: Arguments
     ) -> Launch:
         """Return a launch of a kernel compiled for ``types``. ``arguments`` are in the order of its parameters."""
-        kernel = self.runtime.kernel(file, name, types + self._definitions)
+        key = file, name, types
+        if (kernel := self._kernels.get(key)) is None:
+            kernel = self._kernels[key] = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
     def start(self, *launches: Launch, writes: Sequence[CountedVector] = ()) -> None:
@@ -136,9 +138,35 @@ class ExecutionContext(Backend):
 
         `prepare` has done the steps that can fail: compiling and allocating.
         """
-        for launch in launches:
-            self.runtime.launch(launch.kernel, launch.blocks, launch.threads, launch.arguments)
-        written = event_after(self.runtime) if writes else None
+        self.runtime.launcher(launches)(())
+        if writes:
+            written = event_after(self.runtime)
+            for vector in writes:
+                vector.written = written
+
+    def start_plan(
+        self,
+        key: Hashable,
+        memory: Sequence[Tensor | Array | None],
+        launches: Callable[[], Sequence[Launch]],
+        writes: Sequence[CountedVector],
+    ) -> None:
+        """Start ``launches``, which depend only on ``key`` and on the addresses of ``memory``.
+
+        They are prepared once for each stream. Later calls only replace the addresses.
+        """
+        plans = self.workspace().plans
+        if self.runtime.capturing():  # the state of the kernels may belong to the graph
+            self.start(*launches(), writes=writes)
+            return
+        addresses = tuple(map(self._address, memory))
+        if (plan := plans.get(key)) is None:
+            if len(plans) >= _MAX_PLANS:
+                plans.clear()
+            blocks = list(zip(addresses, (0 if each is None else each.nbytes for each in memory), strict=True))
+            plan = plans[key] = self.runtime.launcher([_moved(launch, blocks) for launch in launches()])
+        plan(addresses)
+        written = self.runtime.record()
         for vector in writes:
             vector.written = written
 
@@ -146,18 +174,19 @@ class ExecutionContext(Backend):
         """Return the number of blocks for about one thread per element, but at most 16 per multiprocessor."""
         return min(ceil_div(count, threads), 16 * self.runtime.multiprocessors)
 
-    def _scalar(self, argument: Argument) -> Scalar:
-        if isinstance(argument, np.generic):
-            scalar: Scalar = argument
-        elif isinstance(argument, bool):
-            scalar = np.bool_(argument)
-        elif isinstance(argument, Tensor):
-            scalar = np.uint64(argument.pointer)
-        elif argument is None or isinstance(argument, int):
-            scalar = np.uint64(argument or 0)
-        else:
-            scalar = np.uint64(self.runtime.address(argument))
-        return scalar
+    def counted(self, count: int, value: ArrayDType, size: int, shape: tuple[int, ...]) -> CountedVector:
+        """Return room for ``count`` entries of ``size`` elements; a kernel writes their number."""
+        length = _COUNTER_BYTES * ceil_div(count * value.itemsize, _COUNTER_BYTES)
+        nbytes = _COUNTER_BYTES + length + count * index_dtype(size).itemsize
+        return CountedVector(self.runtime, self.runtime.empty(nbytes, np.uint8), count, value, size, shape)
+
+    def _scalar(self, argument: Argument) -> Scalar | int:
+        return argument if isinstance(argument, (int, np.generic)) else self._address(argument)
+
+    def _address(self, memory: Tensor | Array | None) -> int:
+        if isinstance(memory, Tensor):
+            return memory.pointer
+        return 0 if memory is None else self.runtime.address(memory)
 
 
 class CountedVector(SparseVector):
@@ -166,21 +195,37 @@ class CountedVector(SparseVector):
     The first access to ``nnz``, ``indices`` or ``values`` waits for the number, on any thread, device and stream.
 
     Attributes:
+        memory: bytes of the counter, the values and the indices.
         room: arrays for indices and values, which may be longer than the number of entries.
         counter: array of one uint64, the number of entries.
         host_count: the same number, once the host knows it; else None.
         written: the event after the kernels that write the vector; ``None`` if each replay of a graph starts them.
     """
 
-    __slots__ = ("_runtime", "counter", "host_count", "room", "written")
+    __slots__ = ("_capacity", "_room", "_runtime", "_value", "host_count", "memory", "written")
 
     def __init__(
-        self, runtime: Runtime, room: tuple[Array, Array], counter: Array, size: int, shape: tuple[int, ...]
+        self, runtime: Runtime, memory: Array, capacity: int, value: ArrayDType, size: int, shape: tuple[int, ...]
     ) -> None:
-        self._runtime, self.room, self.counter = runtime, room, counter
+        """Use `ExecutionContext.counted`."""
+        self._runtime, self.memory, self._capacity, self._value = runtime, memory, capacity, value
+        self._room: tuple[Array, Array] | None = None
         self.host_count: int | None = None
         self.written: Event | None = None
         self.size, self.shape = size, shape
+
+    @property
+    def counter(self) -> Array:
+        return self.memory[:8].view(np.uint64)
+
+    @property
+    def room(self) -> tuple[Array, Array]:
+        if self._room is None:  # made only now, because arrays cost time before kernels start
+            index, value = index_dtype(self.size), self._value
+            begin = len(self.memory) - self._capacity * index.itemsize
+            values = self.memory[_COUNTER_BYTES:][: self._capacity * value.itemsize]
+            self._room = self.memory[begin:].view(index), values.view(value)
+        return self._room
 
     @property
     def nnz(self) -> int:
@@ -208,7 +253,8 @@ class CountedVector(SparseVector):
 
     def with_values(self, values: Array) -> CountedVector:
         """Return a vector with the same indices, and ``values`` that earlier work of the current stream writes."""
-        other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)
+        other = CountedVector(self._runtime, self.memory, self._capacity, self._value, self.size, self.shape)
+        other._room = self.room[0], values
         other.host_count, other.written = self.host_count, event_after(self._runtime)
         return other
 
@@ -233,6 +279,16 @@ class Operand(NamedTuple):
         names = "indices", "values", "host_count", "device_count"
         given = self.indices, self.values, self.host_count, self.device_count
         return {prefix + name: argument for name, argument in zip(names, given, strict=True)}
+
+
+def _moved(launch: Launch, blocks: Sequence[tuple[int, int]]) -> Launch:
+    """Replace addresses in ``blocks``, which are given by address and length. Other ints are too small to lie there."""
+    arguments = launch.arguments.copy()
+    for name, argument in arguments.items():
+        for number, (address, nbytes) in enumerate(blocks):
+            if isinstance(argument, int) and address <= argument < address + nbytes:
+                arguments[name] = Moved(number, argument - address)
+    return launch._replace(arguments=arguments)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import numpy as np
 from cupy.cuda import compiler
 from numpy.typing import DTypeLike, NDArray
 
+from sparsecomm.backends.cuda import _launch
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
-from sparsecomm.backends.cuda.runtime import PER_THREAD, Scalar
+from sparsecomm.backends.cuda.runtime import PER_THREAD, Launch
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
+_NO_CHANGE = nullcontext()
 _LARGE = 1 << 20  # bytes of an array that comes from PyTorch's allocator; CuPy's takes less of the host's time
 
 
@@ -31,7 +35,12 @@ class CupyRuntime:
     def __init__(self, device: int) -> None:
         self.device = device
         self.multiprocessors = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+        # The driver's function, since `cupy.cuda.Function` converts the arguments of each launch again.
+        self._launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value or 0
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._entered = _Entered()
+        self._streams: dict[int, Any] = {}  # that CuPy did not create, by handle
+        self._events: dict[int, Any] = {}
         self._of_graphs: list[Array] = []  # which replays write to, even if nobody else refers to them
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
@@ -43,20 +52,30 @@ class CupyRuntime:
                 self._kernels[key] = module.get_function(name)
         return self._kernels[key]
 
-    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
-        kernel((blocks,), (threads,), tuple(arguments.values()))
+    def launcher(self, launches: Sequence[Launch]) -> Callable[[tuple[int, ...]], None]:
+        kernels = [(kernel.ptr, *sizes, tuple(arguments.values())) for kernel, *sizes, arguments in launches]
+        made = _launch.Launcher(self._launch, kernels)
+
+        def start(addresses: tuple[int, ...]) -> None:
+            cupy.cuda.runtime.setDevice(self.device)  # gives a new thread its CUDA context
+            if error := made.start(cupy.cuda.get_current_stream().ptr, addresses):
+                raise cupy.cuda.driver.CUDADriverError(error)
+
+        return start
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         nbytes, memory, torch = count * np.dtype(dtype).itemsize, None, _torch()
-        with cupy.cuda.Device(self.device):
-            capturing = self.capturing()
-            # PyTorch keeps memory for a graph that it captures itself, but not for one of CuPy.
-            if torch is not None and (torch.cuda.is_current_stream_capturing() if capturing else nbytes >= _LARGE):
-                memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
-            made: Array = cupy.ndarray((count,), dtype, memory)
-            if capturing and memory is None:
-                self._of_graphs.append(made)
-            return made
+        if cupy.cuda.runtime.getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self.empty(count, dtype)
+        capturing = self.capturing()
+        # PyTorch keeps memory for a graph that it captures itself, but not for one of CuPy.
+        if torch is not None and (torch.cuda.is_current_stream_capturing() if capturing else nbytes >= _LARGE):
+            memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
+        made: Array = cupy.ndarray((count,), dtype, memory)
+        if capturing and memory is None:
+            self._of_graphs.append(made)
+        return made
 
     def address(self, array: Array) -> int:
         return int(array.data.ptr)  # type: ignore[attr-defined]
@@ -83,7 +102,8 @@ class CupyRuntime:
         return _Event()
 
     def capturing(self) -> bool:
-        return bool(cupy.cuda.get_current_stream().is_capturing())
+        known = self._entered.capturing
+        return bool(cupy.cuda.get_current_stream().is_capturing()) if known is None else known
 
     def stream(self) -> int:
         return cupy.cuda.get_current_stream().ptr or 1
@@ -93,32 +113,35 @@ class CupyRuntime:
             return cupy.cuda.Stream(non_blocking=True)
 
     def enter(self, stream: Any) -> Any:
-        device, entered = cupy.cuda.Device(self.device), None
+        device = _NO_CHANGE if cupy.cuda.runtime.getDevice() == self.device else cupy.cuda.Device(self.device)
         device.__enter__()
+        entered = None
         try:
-            previous = cupy.cuda.get_current_stream()
-            torch = _torch() if stream is None and not previous.is_capturing() else None
+            previous, before = cupy.cuda.get_current_stream(), self._entered.capturing
+            wanted = self._known(stream) if isinstance(stream, int) else stream
+            capturing = bool((previous if wanted is None else wanted).is_capturing())
+            torch = _torch() if wanted is None and not capturing else None
             if torch is not None and torch.cuda.is_current_stream_capturing():
                 raise InvalidInputError(
                     "PyTorch's current stream is being captured into a CUDA graph, and CuPy's is not: make calls "
                     "without a tensor of PyTorch, such as merge_topk, before or after the graph"
                 )
-            wanted = _stream(stream, self.device) if isinstance(stream, int) else stream
             if wanted is not None and wanted.ptr != previous.ptr:
                 wanted.__enter__()
                 entered = wanted
+            self._entered.capturing = capturing
         except BaseException:
             device.__exit__(None, None, None)
             raise
-        return device, previous, entered
+        return device, previous, entered, before
 
     def leave(self, entered: Any, follow: bool) -> None:
-        device, previous, stream = entered
+        device, previous, stream, self._entered.capturing = entered
         try:
             if stream is not None:
                 stream.__exit__(None, None, None)
-                if follow:
-                    previous.wait_event(stream.record())  # results are used on the previous stream
+                if follow:  # results are used on the previous stream
+                    previous.wait_event(stream.record(self._event_of(stream)))
         finally:
             device.__exit__(None, None, None)
 
@@ -127,6 +150,25 @@ class CupyRuntime:
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()
+
+    def _known(self, handle: int) -> Any:
+        if handle not in self._streams:
+            self._streams[handle] = _stream(handle, self.device)
+        return self._streams[handle]
+
+    def _event_of(self, stream: Any) -> Any:
+        """Return an event to record on a stream, the same each time: a later record of another thread does no harm."""
+        if stream.ptr == PER_THREAD:
+            return cupy.cuda.Event(disable_timing=True)
+        if stream.ptr not in self._events:
+            self._events[stream.ptr] = cupy.cuda.Event(disable_timing=True)
+        return self._events[stream.ptr]
+
+
+class _Entered(threading.local):
+    """Whether the stream that the thread has entered is being captured; ``None`` if it has entered none."""
+
+    capturing: bool | None = None
 
 
 def _torch() -> Any:
@@ -148,8 +190,10 @@ class _OfTorch:
         return cupy.cuda.MemoryPointer(memory, 0)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at interpreter exit, PyTorch may be gone
+        try:  # noqa: SIM105 # `suppress` takes longer
             self._free(self._address)
+        except Exception:  # at interpreter exit, PyTorch may be gone
+            pass
 
 
 class _Event:

@@ -87,19 +87,49 @@ class Packing(ExecutionContext):
             raise ValueError(f"bytes that are not {count} indices and valid values, or unused bits that are not zero")
         return indices, values
 
+    def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
+        indices, values, positions, size, shape = entries.indices, entries.values, None, entries.size, entries.shape
+        types = packed_definitions(kind, values.dtype.itemsize == 8, size >= INT64_SIZE)
+        errors = self.runtime.empty(len(values), values.dtype)
+        while True:  # round again until there are no zeros: without them, blocks contain other values
+            rounded, zeros = self._round(values, kind, types, positions, errors)
+            if not zeros:
+                narrow = SparseVector.trusted(indices, rounded, size, shape)
+                return narrow, SparseVector.trusted(entries.indices, errors, size, shape)
+            values, indices, positions = self._drop_zeros(rounded, indices, positions, zeros, types)
+
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
-        runtime, count = self.runtime, len(values)
-        rounded, errors = runtime.empty(count, values.dtype), runtime.empty(count, values.dtype)
-        if not count:
-            return rounded, errors, 0
+        errors = self.runtime.empty(len(values), values.dtype)
         types = packed_definitions(kind, values.dtype.itemsize == 8, int64_indices=False)
+        rounded, zeros = self._round(values, kind, types, None, errors)
+        return rounded, errors, zeros
+
+    def _round(
+        self, values: Array, kind: ValueKind, types: tuple[str, ...], positions: Array | None, errors: Array
+    ) -> tuple[Array, int]:
+        """Run quantize_values. Return the rounded values, and how many of them are zero."""
+        runtime, count = self.runtime, len(values)
+        rounded = runtime.empty(count, values.dtype)
+        if not count:
+            return rounded, 0
         launches, not_finite = self._find_not_finite(values, kind)
         zeros = self.zeros(1, np.uint64)
-        given: Arguments = {"values": values, "count": count, "rounded": rounded, "errors": errors}
-        given |= {"not_finite": not_finite, "zeros": zeros}
-        quantize = self._per_entry("quantize_values", types, count, given)
-        self.start(*launches, quantize)
-        return rounded, errors, read_word(runtime, zeros)
+        given: Arguments = {"values": values, "count": count, "positions": positions, "rounded": rounded}
+        given |= {"errors": errors, "not_finite": not_finite, "zeros": zeros}
+        self.start(*launches, self._per_entry("quantize_values", types, count, given))
+        return rounded, read_word(runtime, zeros)
+
+    def _drop_zeros(
+        self, values: Array, indices: Array, positions: Array | None, zeros: int, types: tuple[str, ...]
+    ) -> tuple[Array, Array, Array]:
+        """Run drop_zeros. Return the values, indices and positions of the other entries."""
+        count, threads = len(values), self.tuning.packed_threads
+        rest, at, again = (self.runtime.empty(count - zeros, a.dtype) for a in (values, indices, indices))
+        given: Arguments = {"values": values, "indices": indices, "positions": positions, "count": count}
+        given |= {"rest_values": rest, "rest_indices": at, "rest_positions": again}
+        given |= {"look_back": self.workspace().look_back(ceil_div(count, threads))}
+        self.start(self.prepare("packed.cu", "drop_zeros", types, ceil_div(count, threads), threads, given))
+        return rest, at, again
 
     def _find_not_finite(self, values: Array, kind: ValueKind) -> tuple[list[Launch], Array | None]:
         """Return the launch of find_not_finite and its result; no launch and None if the kind supports all values."""

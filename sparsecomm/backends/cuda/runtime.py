@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -13,9 +13,25 @@ from sparsecomm.tensors.sparse import Array
 
 PER_THREAD = 2  # handle of the per-thread default stream, a different stream in every thread
 _Work = Callable[[], object]
-Scalar = np.generic  # an argument of the parameter's type; addresses are np.uint64
+Scalar = np.generic  # an argument of the parameter's type
 Kernel = Any  # a compiled kernel
 Stream = Any  # a stream that the runtime has made
+
+
+class Moved(NamedTuple):
+    """An address in a block of memory that is elsewhere in each call."""
+
+    block: int  # its number
+    offset: int  # bytes
+
+
+class Launch(NamedTuple):
+    """A kernel, ready to be started. An int is an address or another u64; a bool is one byte."""
+
+    kernel: Kernel
+    blocks: int
+    threads: int
+    arguments: dict[str, Scalar | int | Moved]  # in the order of the kernel's parameters
 
 
 class Event(Protocol):
@@ -40,8 +56,11 @@ class Runtime(Protocol):
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
-    def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
-        """Start a grid on the current stream. ``arguments`` are in the order of the kernel's parameters."""
+    def launcher(self, launches: Sequence[Launch]) -> Callable[[tuple[int, ...]], None]:
+        """Return a function that starts grids on the current stream, one after another, for one thread at a time.
+
+        It takes the addresses of the blocks of memory of `Moved` arguments.
+        """
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         """Return a new, uninitialised, flat array of the device."""

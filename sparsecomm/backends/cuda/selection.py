@@ -51,19 +51,21 @@ class Selection(ExecutionContext):
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         k = min(k, x.size)
-        entries = self._room_for(k, x)
+        entries, key = self._room_for(k, x), ("topk", *_kind(x, residual), k)
         if k == 0:  # no elements
             entries.host_count = 0
         elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
-            self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES), writes=[entries])
+            make = lambda: [self._radix(x, residual, k, entries, _NO_CANDIDATES)]  # noqa: E731
+            self.start_plan(key, (x, residual, entries.memory), make, [entries])
         else:
             capacity = min(x.size, 2 * k + self.tuning.spare_candidates)
             found = _Candidates.room(self, capacity, x.size, (residual or x).dtype.itemsize)
-            self.start(*self._sampled(x, residual, k, entries, found), writes=[entries])
+            memory = x, residual, entries.memory, found.memory
+            self.start_plan(key, memory, lambda: self._sampled(x, residual, k, entries, found), [entries])
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
-        size, tile = self.tuning, self.tuning.by_chunk_threads * self.tuning.by_chunk_items
+        tile = self.tuning.by_chunk_threads * self.tuning.by_chunk_items
         if k >= chunk:  # all nonzero elements, whatever the chunks are
             k = chunk = tile
         chunk = min(chunk, max(x.size, 1))
@@ -72,7 +74,16 @@ class Selection(ExecutionContext):
         entries = self._room_for(whole * k + min(k, rest), x)
         if not x.size:
             entries.host_count = 0
-            return entries
+        else:
+            key, memory = ("chunk", *_kind(x, residual), k, chunk, decay), (x, residual, entries.memory)
+            self.start_plan(key, memory, lambda: [self._by_chunk(x, k, chunk, residual, decay, entries)], [entries])
+        return entries
+
+    def _by_chunk(
+        self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float, entries: CountedVector
+    ) -> Launch:
+        """Return the launch of warp_chunks.cu or chunks.cu."""
+        size, tile, whole = self.tuning, self.tuning.by_chunk_threads * self.tuning.by_chunk_items, x.size // chunk
         given = _dense(x, residual) | {"k": k, "chunk": chunk}
         # Warps select alone, unless chunks are so long and few that most warps would be idle.
         many = whole >= 16 * self.runtime.multiprocessors
@@ -91,9 +102,7 @@ class Selection(ExecutionContext):
         given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
         given |= {"look_back": self.workspace().look_back(tiles)}
         blocks = self._at_once(tiles, at_once)
-        selecting = self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given)
-        self.start(selecting, writes=[entries])
-        return entries
+        return self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given)
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         self._above(x, x, residual, _ABOVE_ALL, 0)  # needs no memory, which may have run out
@@ -130,13 +139,10 @@ class Selection(ExecutionContext):
         return self.merge_topk(a, b, Operand.of(a).max_count + Operand.of(b).max_count)[0]
 
     def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-        size, accumulator, runtime = self.tuning, a._accumulator, self.runtime
+        size, accumulator = self.tuning, a._accumulator
         left, right = Operand.of(a), Operand.of(b)
-        max_count, counters = left.max_count + right.max_count, runtime.empty(2, np.uint64)
-        kept, lost = (
-            CountedVector(runtime, self.room(count, a.size, accumulator), counters[i : i + 1], a.size, a.shape)
-            for i, count in enumerate((min(k, max_count), max_count))
-        )
+        max_count = left.max_count + right.max_count
+        kept, lost = (self.counted(count, accumulator, a.size, a.shape) for count in (min(k, max_count), max_count))
         definitions = merge_definitions(accumulator.itemsize == 8, a.size >= INT64_SIZE)
         found = _Candidates.room(self, max_count, a.size, accumulator.itemsize)
         tiles = max(1, ceil_div(max_count, size.merge_threads * size.merge_items))
@@ -233,9 +239,7 @@ class Selection(ExecutionContext):
         return max(1, min(tiles, blocks * self.runtime.multiprocessors))
 
     def _room_for(self, count: int, x: Tensor) -> CountedVector:
-        """Return room for ``count`` entries of x; a kernel writes their number."""
-        room = self.room(count, x.size, x.dtype.accumulator)
-        return CountedVector(self.runtime, room, self.runtime.empty(1, np.uint64), x.size, x.shape)
+        return self.counted(count, x.dtype.accumulator, x.size, x.shape)
 
 
 def _quads_wanted(k: int, chunk: int, itemsize: int) -> int:
@@ -255,13 +259,18 @@ def _dense(x: Tensor, residual: Tensor | None) -> Arguments:
     return {"x": x, "residual": residual, "n": x.size}
 
 
+def _kind(x: Tensor, residual: Tensor | None) -> tuple[int, int, int, bool]:
+    """Return what the launches of a selection depend on, except for addresses."""
+    return x.dtype.code, residual.dtype.code if residual else -1, x.size, _aligned(x, residual)
+
+
 def _definitions_of(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
     return selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= INT64_SIZE)
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
-    """Return whether all addresses are multiples of 16 bytes."""
-    return all(tensor is None or tensor.pointer % 16 == 0 for tensor in tensors)
+def _aligned(x: Tensor, residual: Tensor | None) -> bool:
+    """Return whether the addresses are multiples of 16 bytes."""
+    return x.pointer % 16 == 0 and (residual is None or residual.pointer % 16 == 0)
 
 
 def _min_key(tau: float, dtype: DType) -> int:
