@@ -77,7 +77,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
         Index a[MERGE_TILE + 1], b[MERGE_TILE + 1];
         u64 a_begin, a_end;
         u64 threshold;   // not in registers, which are scarce
-        u32 keys[BINS];  // counted per block first, because most keys of all blocks may be in one bin
+        Bins keys;
     };
     SHARED(Tile, tile);
     const u64 a_count = a_device_count ? *a_device_count : a_host_count, b_count = b_device_count ? *b_device_count : b_host_count;
@@ -90,7 +90,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
     const u32 ticket = tile_ticket(look_back);  // its barrier shows all threads the threshold
     const u64 begin = u64(ticket) * MERGE_TILE;
     if (begin < total) {
-        for (u32 b = threadIdx.x; b < BINS; b += MERGE_THREADS) tile.keys[b] = 0;
+        clear<MERGE_THREADS>(tile.keys);
         const u64 end = begin + MERGE_TILE < total ? begin + MERGE_TILE : total;
         if (warp < 2) {
             const u64 found = merge_path(a_indices, a_count, b_indices, b_count, warp == 0 ? begin : end);
@@ -149,12 +149,11 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
             const Key found = canonical<ACC>(ACC::narrow(sum[item]));
             indices[to] = where[item];
             bits[to] = found;
-            atomicAdd(&tile.keys[bin_of(sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT)], 1u);
+            atomicAdd(&tile.keys.of[bin_of(sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT)], 1u);
             to++;
         }
         __syncthreads();
-        for (u32 b = threadIdx.x; b < BINS; b += MERGE_THREADS)
-            if (tile.keys[b]) add_keys(selection, b, tile.keys[b]);
+        add<MERGE_THREADS>(selection, tile.keys);
         if (threadIdx.x == 0 && end == total) selection->count = before + all;
     }
     if (!reset_after_last_block(look_back, gridDim.x)) return;

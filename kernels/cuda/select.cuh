@@ -44,6 +44,22 @@ DEVICE u32 bin_at(u32 slot) { return slot % 8 * (N / 8) + slot / 8; }
 
 DEVICE void add_keys(Selection* selection, u32 bin, u32 count) { atomicAdd(&selection->histogram[slot_of<BINS>(bin)], count); }
 
+// Counts of a block, in shared memory, because additions to one address of device memory wait for each other.
+struct Bins {
+    u32 of[BINS];
+};
+
+template <u32 THREADS>
+DEVICE void clear(Bins& bins) {
+    for (u32 b = threadIdx.x; b < BINS; b += THREADS) bins.of[b] = 0;
+}
+
+template <u32 THREADS>
+DEVICE void add(Selection* selection, const Bins& bins) {
+    for (u32 b = threadIdx.x; b < BINS; b += THREADS)
+        if (bins.of[b]) add_keys(selection, b, bins.of[b]);
+}
+
 // Counts the keys of the lanes that have one. Equal bins of a warp are one addition, because additions to one address wait for
 // each other. All lanes call it.
 DEVICE void count_keys(Selection* selection, bool has_one, u64 key, u64 threshold, u32 shift) {

@@ -111,25 +111,28 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
 //   n, k       [in]      elements; entries to select
 //   aligned    [in]      whether the addresses of x and residual are multiples of 16
 //   capacity   [in]      maximum candidates written
+//   rounds     [in]      see filter.cuh
 //   indices    [out]     indices of the candidates
 //   bits       [out]     bits of the candidates, in the format ACC
 //   look_back  [in,out]  see lookback.cuh
 //   selection  [in,out]  in: threshold, shift. Out: count, bin, rank, retry
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
-filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, Index* indices, AccBits* bits,
+filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, u32 rounds, Index* indices, AccBits* bits,
        LookBack* look_back, Selection* selection) {
+    SHARED(Bins, bins);
+    clear<FILTER_THREADS>(bins);  // barriers follow before the first tile is written
     const u64 threshold = selection->threshold;
     const u32 shift = selection->shift;
-    const auto take = [&](bool taken, u64 to, u64 i, AccBits found) {
-        if (taken) {
-            indices[to] = Index(i);
-            bits[to] = found;
-        }
-        count_keys(selection, taken, key_of(found), threshold, shift);
+    const auto take = [&](u64 to, u64 i, AccBits found) {
+        indices[to] = Index(i);
+        bits[to] = found;
+        atomicAdd(&bins.of[bin_of(key_of(found), threshold, shift)], 1u);
     };
-    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, look_back, take);
+    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, rounds, look_back, take);
+    __syncthreads();
+    add<FILTER_THREADS>(selection, bins);
     if (threadIdx.x == 0 && total != NOT_LAST_TILE) selection->count = total;
-    if (!reset_after_last_block(look_back, filter_tile_count(n))) return;
+    if (!reset_after_last_block(look_back, filter_tile_count(n, rounds))) return;
     const u64 found = selection->count;
     if (threadIdx.x == 0) selection->retry = found > capacity || (found < k && threshold > 1);
     pick_bin<FILTER_THREADS>(selection, found, found > capacity ? found : k);

@@ -30,6 +30,8 @@ from tests.emulator.mutated import (
     threshold,
     threshold_with_residual,
     topk,
+    topk_of_a_few,
+    topk_of_half,
     topk_with_residual,
     warp_chunks,
 )
@@ -92,6 +94,7 @@ FAULTS = [
         ),
         ("the largest of half a warp", "scan.cuh", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing, 1),
         ("a mask without the last lane", "compact.cuh", "__any_sync(ALL_LANES", "__any_sync(0x7fffffffu", threshold),
+        ("lanes change what others still read", "filter.cuh", "__syncwarp();", "", topk_of_a_few),
         ("some lanes skip a ballot", "lookback.cuh", "(threadIdx.x < WARP)", "(threadIdx.x < WARP - 1)", threshold),
         ("a shuffle in a branch", "compact.cuh", "__any_sync(ALL_LANES, taken != 0)", "taken", threshold),
         # look-back
@@ -217,6 +220,17 @@ def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
         return
     print(done.stdout)
     assert done.returncode == CAUGHT or done.returncode < 0, (done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(("driver", "expected"), [(topk_of_a_few, FINE), (topk_of_half, CAUGHT)])
+def test_no_part_is_read_again_at_the_densities_in_use(
+    driver: Callable[[Path, int], None], expected: int, tmp_path: Path
+) -> None:
+    """The kernels stop at a part that is read again. At density 0.5 there is one, so they would notice."""
+    again = "if (count > stored && base + stored < capacity) {"
+    fault = Fault("", "filter.cuh", again, f'{again} emulator::fail("read again");', driver)
+    done = driven(planted(fault, tmp_path / "kernels"), driver)
+    assert done.returncode == expected, (done.stdout, done.stderr)
 
 
 @pytest.mark.exhaustive  # tests/backends and tests/algorithms make the same checks

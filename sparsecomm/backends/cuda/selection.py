@@ -162,8 +162,10 @@ class Selection(ExecutionContext):
         given |= {"state": work.state("SAMPLE"), "selection": work.state("SELECTION")}
         blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
         sample = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
-        tiles = self._filter_tiles(x)
-        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), **found.arguments}
+        rounds = self._filter_rounds(x, wanted / (sectors * sector))
+        tiles = self._filter_tiles(x, rounds)
+        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), "capacity": found.capacity}
+        given |= {"rounds": np.uint32(rounds), "indices": found.indices, "bits": found.bits}
         given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.state("SELECTION")}
         blocks = self._at_once(tiles, size.filter_blocks)
         filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, given)
@@ -183,7 +185,7 @@ class Selection(ExecutionContext):
 
     def _above(self, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int) -> CountedVector:
         """Run threshold.cu. ``rest``: x, or None to search only the residual."""
-        found, tiles = self._room_for(capacity, x), self._filter_tiles(x)
+        found, tiles = self._room_for(capacity, x), self._filter_tiles(x, self.tuning.filter_rounds)
         self.runtime.clear(found.counter)
         if tiles:
             given = _dense(x, residual) | {"x": rest, "aligned": _aligned(x, residual), "threshold": key}
@@ -223,10 +225,18 @@ class Selection(ExecutionContext):
     def _emit_tiles(self, capacity: int) -> int:
         return max(1, ceil_div(capacity, self.tuning.emit_threads * self.tuning.emit_items))
 
-    def _filter_tiles(self, x: Tensor) -> int:
+    def _filter_rounds(self, x: Tensor, density: float) -> int:
+        """Return the most rounds after which the entries of a warp's part of a tile still fit into shared memory."""
         size = self.tuning
-        elements = size.filter_threads * size.filter_rounds * size.filter_vectors * (16 // x.dtype.itemsize)
-        return ceil_div(x.size, elements)
+        elements = 32 * size.filter_vectors * (16 // x.dtype.itemsize)  # of a round
+        room = size.filter_rounds * elements * 5 // 64  # ROOM of filter.cuh
+        # Mean number of entries. If all parts are alike, one of about a million has 5 standard deviations more: the room.
+        mean = (math.sqrt(room + 6.25) - 2.5) ** 2
+        return max(1, min(size.filter_rounds, int(mean / (elements * density))))
+
+    def _filter_tiles(self, x: Tensor, rounds: int) -> int:
+        size = self.tuning
+        return ceil_div(x.size, size.filter_threads * rounds * size.filter_vectors * (16 // x.dtype.itemsize))
 
     def _at_once(self, tiles: int, blocks: int) -> int:
         """Return the number of blocks for ``tiles``: at least one, and at most ``blocks`` per multiprocessor."""
