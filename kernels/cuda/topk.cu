@@ -1,9 +1,9 @@
-// The exact top-k by |v|, in one pass over the data and a few over the candidates.
+// The exact top-k by |v|, in one pass over the data and a few over the candidates. Four launches.
 //
 //   sample   finds a likely lower bound of the k-th key                  reads up to 1 MB
 //   filter   r = r + x; takes the candidates: keys that reach the bound  reads 4n (f32), with a residual 8n, and writes 4n
-//   refine   finds the k-th key among the candidates                     reads the candidates
-//   emit     writes the winners; losers return to the residual           reads the candidates, writes 8k
+//   emit     finds the k-th key, and writes the winners;                 reads the candidates twice, writes 8k
+//            losers return to the residual (emit.cuh)
 //   radix    selects again if the sample was wrong (radix.cu)            usually reads one flag
 //
 // Grids: at most SAMPLE_SECTORS / SAMPLE_THREADS blocks for sample; for others at most as many as run at once.
@@ -115,7 +115,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
 //   indices    [out]     indices of the candidates
 //   bits       [out]     bits of the candidates, in the format ACC
 //   look_back  [in,out]  see lookback.cuh
-//   selection  [in,out]  in: threshold, shift. Out: count, bin, rank, retry
+//   selection  [in,out]  in: threshold, shift. Out: count, first, last, rank, retry
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
 filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, u32 rounds, Index* indices, AccBits* bits,
        LookBack* look_back, Selection* selection) {
@@ -135,5 +135,6 @@ filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capaci
     if (!reset_after_last_block(look_back, filter_tile_count(n, rounds))) return;
     const u64 found = selection->count;
     if (threadIdx.x == 0) selection->retry = found > capacity || (found < k && threshold > 1);
-    pick_bin<FILTER_THREADS>(selection, found, found > capacity ? found : k);
+    const bool all_win = found <= k || found > capacity;
+    pick_bin<FILTER_THREADS>(selection, all_win, threshold, threshold, MAX_KEY<AccBits>, shift, k);
 }

@@ -69,9 +69,8 @@ def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
     if kind == "rising":  # the entries of a warp's first round find room, and later ones do not
         return data.gradient("normal", n, dtype, seed) * np.where(np.arange(n) % 256 < 128, 0.45, 1).astype(dtype)
     if kind == "bursts":  # the same, for few entries
-        return data.gradient("normal", n, dtype, seed) * np.where(abs(np.arange(n) // 8 % 256 - 19) < 5, 10, 1).astype(
-            dtype
-        )
+        burst = abs(np.arange(n) // 8 % 256 - 19) < 5
+        return data.gradient("normal", n, dtype, seed) * np.where(burst, 10, 1).astype(dtype)
     if kind == "large first":  # the sample of a chunk of 4,096 misleads
         return data.gradient("normal", n, dtype, seed) * np.where(np.arange(n) % 4096 < 512, 1, 0.001).astype(dtype)
     return data.gradient(kind, n, dtype, seed)

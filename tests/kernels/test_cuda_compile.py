@@ -52,7 +52,7 @@ COMMON = [*OPTIONS, f"-I{FOLDER}", f"-I{SOURCES}"]
 COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TUNING)]
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
-RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "refine": 1024, "emit": 768, "radix": 768, "merge": 768}
+RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "emit": 768, "radix": 768, "merge": 768}
 RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280, "adamw": 1280}
 RESIDENT_OTHERS = 1536
 NVCC = shutil.which("nvcc") is not None

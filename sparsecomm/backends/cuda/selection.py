@@ -21,21 +21,20 @@ _INFINITY = {FLOAT16: 0x7C00, BFLOAT16: 0x7F80, FLOAT32: 0x7F800000, FLOAT64: 0x
 
 
 class _Candidates(NamedTuple):
-    """Addresses of room for ``capacity`` candidates, and of scratch memory for as many ``survivors``."""
+    """Addresses of room for ``capacity`` candidates."""
 
     capacity: int
     indices: int
     bits: int
-    survivors: int
-    memory: Array | None  # of all three; keep it until the kernels have been started
+    memory: Array | None  # of both; keep it until the kernels have been started
 
     @classmethod
     def room(cls, context: ExecutionContext, capacity: int, size: int, value_bytes: int) -> _Candidates:
         """Return room for work on the current stream."""
         length = 16 * ceil_div(capacity * value_bytes, 16)
-        memory = context.workspace().room(2 * length + capacity * index_dtype(size).itemsize)
+        memory = context.workspace().room(length + capacity * index_dtype(size).itemsize)
         bits = context.runtime.address(memory)
-        return cls(capacity, bits + 2 * length, bits, bits + length, memory)
+        return cls(capacity, bits + length, bits, memory)
 
     @property
     def arguments(self) -> Arguments:
@@ -43,7 +42,7 @@ class _Candidates(NamedTuple):
         return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
 
 
-_NO_CANDIDATES = _Candidates(0, 0, 0, 0, None)
+_NO_CANDIDATES = _Candidates(0, 0, 0, None)
 
 
 class Selection(ExecutionContext):
@@ -143,7 +142,7 @@ class Selection(ExecutionContext):
         given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
         given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().state("SELECTION")}
         union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
-        self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost), writes=[kept, lost])
+        self.start(union, self._emit("merge.cu", definitions, found, kept, lost), writes=[kept, lost])
         return kept, lost
 
     # -- launches -----------------------------------------------------------------------------------------------------
@@ -169,8 +168,8 @@ class Selection(ExecutionContext):
         given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.state("SELECTION")}
         blocks = self._at_once(tiles, size.filter_blocks)
         filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, given)
-        rest = self._kth_and_emit("topk.cu", definitions, found, entries, residual=residual)
-        return [sample, filter_, *rest, self._radix(x, residual, k, entries, found)]
+        emit = self._emit("topk.cu", definitions, found, entries, residual=residual)
+        return [sample, filter_, emit, self._radix(x, residual, k, entries, found)]
 
     def _radix(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates) -> Launch:
         """Return the launch of radix.cu. With candidates, it does nothing unless these were too few or too many."""
@@ -196,7 +195,7 @@ class Selection(ExecutionContext):
             self.start(self.prepare("threshold.cu", "threshold", types, blocks, threads, given))
         return found
 
-    def _kth_and_emit(
+    def _emit(
         self,
         file: str,
         definitions: tuple[str, ...],
@@ -204,19 +203,16 @@ class Selection(ExecutionContext):
         kept: CountedVector,
         lost: CountedVector | None = None,
         residual: Tensor | None = None,
-    ) -> list[Launch]:
-        """Return the launches of emit.cuh, which ``file`` includes. Rejected entries go to ``lost`` or ``residual``."""
+    ) -> Launch:
+        """Return the launch of emit.cuh, which ``file`` includes. Rejected entries go to ``lost`` or ``residual``."""
         size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
-        blocks = self._at_once(ceil_div(found.capacity, size.refine_threads), size.tail_blocks)
-        given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.state("SELECTION")}
-        refine = self.prepare(file, "refine", definitions, blocks, size.refine_threads, given)
-        given = {"indices": found.indices, "bits": found.bits}
+        given: Arguments = {"indices": found.indices, "bits": found.bits}
         given |= {"kept_indices": kept.room[0], "kept_values": kept.room[1]}
         given |= {"lost_indices": lost.room[0] if lost else None, "lost_values": lost.room[1] if lost else None}
         given |= {"residual": residual, "kept_count": kept.counter, "lost_count": lost.counter if lost else None}
         given |= {"look_back": work.look_back(tiles), "selection": work.state("SELECTION")}
         blocks = self._at_once(tiles, size.tail_blocks)
-        return [refine, self.prepare(file, "emit", definitions, blocks, size.emit_threads, given)]
+        return self.prepare(file, "emit", definitions, blocks, size.emit_threads, given)
 
     def _look_back(self, tiles: int, capacity: int) -> int:
         """Return the address of a look-back over ``tiles`` and later over the tiles of `emit`, which reuses it."""
@@ -230,7 +226,7 @@ class Selection(ExecutionContext):
         size = self.tuning
         elements = 32 * size.filter_vectors * (16 // x.dtype.itemsize)  # of a round
         room = size.filter_rounds * elements * 5 // 64  # ROOM of filter.cuh
-        # Mean number of entries. If all parts are alike, one of about a million has 5 standard deviations more: the room.
+        # Mean of the entries. If all parts are alike, one of about a million has 5 standard deviations more: the room.
         mean = (math.sqrt(room + 6.25) - 2.5) ** 2
         return max(1, min(size.filter_rounds, int(mean / (elements * density))))
 
