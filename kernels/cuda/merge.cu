@@ -149,7 +149,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
             const Key found = canonical<ACC>(ACC::narrow(sum[item]));
             indices[to] = where[item];
             bits[to] = found;
-            atomicAdd(&tile.keys.of[bin_of(sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT)], 1u);
+            atomicAdd(&tile.keys.of[bin_of<BINS>(sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT)], 1u);
             to++;
         }
         __syncthreads();

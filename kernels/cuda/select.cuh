@@ -30,9 +30,11 @@ constexpr u32 KEY_BITS = sizeof(Bits) * 8 - 1;
 template <class Bits>
 constexpr u64 MAX_KEY = (1ull << KEY_BITS<Bits>) - 1;
 
-DEVICE u64 bin_of(u64 key, u64 threshold, u32 shift) {
-    const u64 bin = key < threshold ? 0 : (key - threshold) >> shift;
-    return bin < BINS - 1 ? bin : BINS - 1;
+// Returns the bin of a key: N bins begin at `begin`, and the first and the last also have all keys below and above.
+template <u32 N>
+DEVICE u32 bin_of(u64 key, u64 begin, u32 shift) {
+    const u64 bin = key < begin ? 0 : (key - begin) >> shift;
+    return bin < N - 1 ? u32(bin) : N - 1;
 }
 
 // Returns the position of bin b of N in device memory. Neighbouring bins are in different sectors of 32 bytes, because many

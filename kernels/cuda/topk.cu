@@ -25,8 +25,10 @@ struct Sample {
 static_assert(sizeof(Sample) == SAMPLE_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
 constexpr u32 SECTOR = 32 / sizeof(XBits);  // elements that the sample reads at once
-constexpr u32 SAMPLE_SHIFT = KEY_BITS<AccBits> - 13;
-static_assert(SAMPLE_BINS == 1u << 13, "bins by the 13 highest bits of keys");
+// The sample's bins begin at SAMPLE_BEGIN. They cover all keys; for float64, 2^-192 to 2^64, in 32 bins per octave.
+constexpr u32 SAMPLE_SHIFT = sizeof(AccBits) == 8 ? 47 : KEY_BITS<AccBits> - 13;
+constexpr u64 SAMPLE_BEGIN = sizeof(AccBits) == 8 ? 831ull << 52 : 0;
+static_assert(SAMPLE_BINS == 1u << 13, "13 bits of keys");
 
 // All bins together cover two octaves, because the k-th key is rarely farther above the threshold.
 constexpr u32 BIN_SHIFT = sizeof(AccBits) == 8 ? 42 : sizeof(AccBits) == 4 ? 12 : 0;
@@ -69,7 +71,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
             UNROLL
             for (u32 e = 0; e < VECTOR; e++) {
                 const AccBits key = key_of(group[c].get(e));
-                if (key) atomicAdd(&counts.of[place(key >> SAMPLE_SHIFT)], 1u);
+                if (key) atomicAdd(&counts.of[place(bin_of<SAMPLE_BINS>(key, SAMPLE_BEGIN, SAMPLE_SHIFT))], 1u);
             }
         }
     }
@@ -98,8 +100,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
     const auto count_at = [&](u32 b) { return counts.of[place(b)]; };
     if (all >= wanted) find_rank<SAMPLE_THREADS, SAMPLE_BINS>(count_at, wanted, &bin, &rank);
     if (threadIdx.x == 0) {
-        const u64 threshold = u64(bin) << SAMPLE_SHIFT;
-        selection->threshold = threshold ? threshold : 1;
+        selection->threshold = bin ? SAMPLE_BEGIN + (u64(bin) << SAMPLE_SHIFT) : 1;
         selection->shift = BIN_SHIFT;
     }
 }
@@ -126,7 +127,7 @@ filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capaci
     const auto take = [&](u64 to, u64 i, AccBits found) {
         indices[to] = Index(i);
         bits[to] = found;
-        atomicAdd(&bins.of[bin_of(key_of(found), threshold, shift)], 1u);
+        atomicAdd(&bins.of[bin_of<BINS>(key_of(found), threshold, shift)], 1u);
     };
     const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, rounds, look_back, take);
     __syncthreads();

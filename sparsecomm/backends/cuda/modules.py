@@ -58,7 +58,7 @@ class Tuning:
     by_warp_min_chunk: int = 256  # minimum elements of a chunk from which a warp selects alone
     by_warp_part: int = 4096  # elements that a warp takes at a time, if chunks are not longer
     tail_blocks: int = 4  # maximum, for emit
-    spare_candidates: int = 1 << 20  # room beyond 2 k, for an unlucky sample
+    spare_candidates: int = 1 << 20  # room beyond the expected candidates, for many equal elements
 
     @property
     def definitions(self) -> tuple[str, ...]:

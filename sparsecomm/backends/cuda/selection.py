@@ -42,6 +42,25 @@ class _Candidates(NamedTuple):
         return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
 
 
+class _Sample(NamedTuple):
+    """The size of a sample, and the number of its elements that should reach the threshold (``wanted``)."""
+
+    sectors: int
+    elements: int
+    wanted: int
+    candidates: int  # expected at most in the whole vector
+
+    @classmethod
+    def of(cls, x: Tensor, k: int, max_sectors: int) -> _Sample:
+        sector = 32 // x.dtype.itemsize
+        sectors = min(max_sectors, x.size // sector)
+        elements = max(1, sectors * sector)
+        # One of millions of calls finds too few candidates; one of millions finds too many, if few elements are equal.
+        wanted = _at_most(elements * k / x.size)
+        # The threshold is the lowest key of a bin, so a few more elements reach it.
+        return cls(sectors, elements, wanted, math.ceil(1.5 * _at_most(wanted) * x.size / elements))
+
+
 _NO_CANDIDATES = _Candidates(0, 0, 0, None)
 
 
@@ -53,12 +72,14 @@ class Selection(ExecutionContext):
         entries = self._room_for(k, x)
         if k == 0:  # no elements
             entries.host_count = 0
-        elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
+            return entries
+        sample = _Sample.of(x, k, self.tuning.sample_sectors)
+        capacity = min(x.size, sample.candidates + self.tuning.spare_candidates)
+        if x.size <= self.tuning.radix_max_size or capacity > _MAX_CANDIDATES:
             self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES), writes=[entries])
         else:
-            capacity = min(x.size, 2 * k + self.tuning.spare_candidates)
             found = _Candidates.room(self, capacity, x.size, (residual or x).dtype.itemsize)
-            self.start(*self._sampled(x, residual, k, entries, found), writes=[entries])
+            self.start(*self._sampled(x, residual, k, sample, entries, found), writes=[entries])
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
@@ -148,20 +169,16 @@ class Selection(ExecutionContext):
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _sampled(
-        self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates
+        self, x: Tensor, residual: Tensor | None, k: int, sample: _Sample, entries: CountedVector, found: _Candidates
     ) -> list[Launch]:
         """Return the launches of topk.cu, and of radix.cu, which selects if the sample was unlucky."""
         size, work, definitions = self.tuning, self.workspace(), _definitions_of(x, residual)
-        sector = 32 // x.dtype.itemsize
-        sectors = min(size.sample_sectors, x.size // sector)
-        expected = sectors * sector * k / x.size
-        # With this margin, one of millions of calls finds too few candidates.
-        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)
-        given = _dense(x, residual) | {"aligned": _aligned(x, residual), "sectors": sectors, "wanted": wanted}
+        given = _dense(x, residual) | {"aligned": _aligned(x, residual)}
+        given |= {"sectors": sample.sectors, "wanted": sample.wanted}
         given |= {"state": work.state("SAMPLE"), "selection": work.state("SELECTION")}
-        blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
-        sample = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
-        rounds = self._filter_rounds(x, wanted / (sectors * sector))
+        blocks = min(ceil_div(sample.sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
+        sampling = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
+        rounds = self._filter_rounds(x, sample.wanted / sample.elements)
         tiles = self._filter_tiles(x, rounds)
         given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), "capacity": found.capacity}
         given |= {"rounds": np.uint32(rounds), "indices": found.indices, "bits": found.bits}
@@ -169,7 +186,7 @@ class Selection(ExecutionContext):
         blocks = self._at_once(tiles, size.filter_blocks)
         filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, given)
         emit = self._emit("topk.cu", definitions, found, entries, residual=residual)
-        return [sample, filter_, emit, self._radix(x, residual, k, entries, found)]
+        return [sampling, filter_, emit, self._radix(x, residual, k, entries, found)]
 
     def _radix(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates) -> Launch:
         """Return the launch of radix.cu. With candidates, it does nothing unless these were too few or too many."""
@@ -242,6 +259,11 @@ class Selection(ExecutionContext):
         """Return room for ``count`` entries of x; a kernel writes their number."""
         room = self.room(count, x.size, x.dtype.accumulator)
         return CountedVector(self.runtime, room, self.runtime.empty(1, np.uint64), x.size, x.shape)
+
+
+def _at_most(expected: float) -> int:
+    """Return 5 standard deviations more than an expected number."""
+    return math.ceil(expected + 5 * math.sqrt(expected) + 5)
 
 
 def _quads_wanted(k: int, chunk: int, itemsize: int) -> int:
