@@ -15,7 +15,7 @@ constexpr u32 ROOM = FILTER_ROUNDS * FILTER_ROUND * 5 / 64;  // entries of a war
 static_assert(FILTER_WARPS * FILTER_ROUNDS * FILTER_ROUND <= 1u << 16, "positions within a tile have 16 bits");
 
 // Blocks per multiprocessor, limited by registers per thread. Sums with 16-bit floats need the most.
-constexpr u32 FILTER_BLOCKS = RESIDUAL && sizeof(XBits) == 2 ? 2 : sizeof(Group<AccBits>) > sizeof(Vector) ? 3 : 4;
+constexpr u32 FILTER_BLOCKS = sizeof(Group<AccBits>) > sizeof(Vector) ? 2 : RESIDUAL && sizeof(XBits) == 2 ? 3 : 4;
 
 // Entries of each warp's part of a tile, in shared memory.
 struct Waiting {
