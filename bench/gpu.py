@@ -219,11 +219,11 @@ class Run:
         import sparsecomm as sc
         from sparsecomm.tensors import interop
 
-        for dtype in (np.float16, np.float64):
+        for dtype, density in itertools.product((np.float16, np.float64), self.options.densities):
             x = vectors.inputs[0][: vectors.n // 2].astype(dtype)
-            t, k = interop.tensor(x, "x"), max(1, vectors.n // 2000)
-            self.same(f"top-k, {np.dtype(dtype)}", sc.topk(x, k), sc.topk(x.get(), k))
-            what = f"top-k, {np.dtype(dtype)}, n = {vectors.n / 2e6:g}M"
+            t, k = interop.tensor(x, "x"), max(1, round(len(x) * density))
+            what = f"top-k, {np.dtype(dtype)}, n = {vectors.n / 2e6:g}M, density {density:g}"
+            self.same(what, sc.topk(x, k), sc.topk(x.get(), k))
             self.ours(what, x.nbytes, 1.3, [lambda t=t, k=k: self.backend.topk(t, k, None)])
 
     def _public(self, what: str, k: int, vectors: Vectors) -> None:

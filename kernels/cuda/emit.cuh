@@ -1,8 +1,6 @@
-// From candidates to the top-k: `refine` finds the k-th key, `emit` writes the winners in order.
+// From candidates to the top-k: finds the k-th key, and writes the winners in order.
 //
-// Compiled for ACC, the format of the candidates, and INDEX. Any number of blocks. Both kernels do nothing if `retry` is
-// set. Deterministic: the r-th largest of the keys that `refine` gathers does not depend on their order, and `emit` keeps
-// the order of indices.
+// Compiled for ACC, the format of the candidates, and INDEX.
 #pragma once
 
 #include "select.cuh"
@@ -12,46 +10,13 @@ using namespace sparsecomm;
 using Key = ACC::Bits;
 constexpr u32 EMIT_TILE = EMIT_THREADS * EMIT_ITEMS;
 
-// Finds the k-th key among the candidates. Reads the candidates' bits once, and the keys of one bin a few times.
+// Finds the k-th key, then writes the winners, and the losers if wanted. Any number of blocks. Does nothing if `retry` is set.
+// Deterministic.
 //
-//   bits       [in]      bits of the selection->count candidates
-//   survivors  [out]     scratch, with room for as many keys: the keys in the k-th key's bin
-//   selection  [in,out]  in: threshold, count, bin, rank, shift, retry. Out: kth, ties
-KERNEL void __launch_bounds__(REFINE_THREADS)
-refine(const Key* bits, Key* survivors, Selection* selection) {
-    const u64 wanted = selection->bin, threshold = selection->threshold, count = selection->retry ? 0 : selection->count;
-    const u32 shift = selection->shift;
-    if (wanted != NO_BIN) {
-        const u64 threads = u64(gridDim.x) * REFINE_THREADS;
-        for (u64 i = u64(blockIdx.x) * REFINE_THREADS + threadIdx.x; i < count; i += threads * REFINE_ITEMS) {
-            Key found[REFINE_ITEMS];
-            UNROLL
-            for (u32 j = 0; j < REFINE_ITEMS; j++) found[j] = i + j * threads < count ? bits[i + j * threads] : Key(0);
-            UNROLL
-            for (u32 j = 0; j < REFINE_ITEMS; j++) {
-                const Key key = sparsecomm::key_of(found[j], ACC::infinity);
-                if (i + j * threads < count && bin_of(key, threshold, shift) == wanted)
-                    survivors[atomicAdd(&selection->survivors, 1ull)] = key;
-            }
-        }
-    }
-    if (!is_last_block(&selection->blocks_done)) return;
-    u64 kth = 0, ties = 0;
-    if (wanted != NO_BIN && count > 0) {
-        const bool open = wanted == 0 || wanted == BINS - 1;  // the first bin is unbounded below, the last above
-        const u64 first = wanted == 0 ? 0 : threshold + (wanted << shift);
-        find_kth<REFINE_THREADS>(survivors, selection->survivors, first, open ? KEY_BITS<Key> : shift, selection->rank, &kth, &ties);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        selection->kth = kth;
-        selection->ties = ties;
-        selection->survivors = 0;
-    }
-}
-
-// Writes the winners, and the losers if wanted. Each block takes EMIT_TILE candidates at a time. Reads the candidates once
-// and writes each once. Greater keys and ties are counted in the two halves of one word.
+// The blocks work in steps, as in radix.cu. In each step, they count the keys that may be the k-th in BINS bins, and the last
+// block keeps the bin of the k-th: `filter` leaves one step for float32, none for 16-bit formats, and about two for float64. A
+// step reads the candidates' bits. Then each block takes EMIT_TILE candidates at a time, reads and writes each once, and counts
+// greater keys and ties in the two halves of one word.
 //
 //   indices, bits              [in]      selection->count candidates in order of index
 //   kept_indices, kept_values  [out]     winners in order of index; room for k
@@ -59,12 +24,34 @@ refine(const Key* bits, Key* survivors, Selection* selection) {
 //   residual                   [in,out]  receives the bits of losers at their indices; or null
 //   kept_count, lost_count     [out]     number of each; lost_count may be null
 //   look_back                  [in,out]  see lookback.cuh
-//   selection                  [in]      count, kth, ties, retry
+//   selection                  [in,out]  count, first, last, rank, retry
 KERNEL void __launch_bounds__(EMIT_THREADS)
 emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulator* kept_values, INDEX* lost_indices,
-     ACC::Accumulator* lost_values, Key* residual, u64* kept_count, u64* lost_count, LookBack* look_back, const Selection* selection) {
+     ACC::Accumulator* lost_values, Key* residual, u64* kept_count, u64* lost_count, LookBack* look_back, Selection* selection) {
     constexpr u64 TIE = 1ull << 31;
-    const u64 count = selection->retry ? 0 : selection->count, kth = selection->kth, ties = selection->ties;
+    const u64 count = selection->retry ? 0 : selection->count;
+    while (true) {
+        const u32 part = take_part(&selection->ticket, &selection->steps_done);
+        const u64 first = selection->first, last = selection->last, rank = selection->rank;
+        if (first == last) break;
+        u32 shift = 0;
+        while ((last - first) >> shift >= BINS) shift++;
+        for (u64 begin = u64(part) * EMIT_TILE; begin < count; begin += u64(gridDim.x) * EMIT_TILE) {
+            Key found[EMIT_ITEMS];
+            const u64 mine = begin + threadIdx.x;
+            UNROLL
+            for (u32 i = 0; i < EMIT_ITEMS; i++) found[i] = mine + i * EMIT_THREADS < count ? bits[mine + i * EMIT_THREADS] : Key(0);
+            UNROLL
+            for (u32 i = 0; i < EMIT_ITEMS; i++) {
+                const u64 key = sparsecomm::key_of(found[i], ACC::infinity);
+                add_bins(selection, first <= key && key <= last, (key - first) >> shift);  // first > 0: see `pick_bin`
+            }
+        }
+        if (!is_last_block(&selection->parts_done)) continue;
+        pick_bin<EMIT_THREADS>(selection, false, first, first, last, shift, rank);
+        end_step(&selection->steps_done);
+    }
+    const u64 kth = selection->first, ties = selection->rank;
     while (true) {
         const u32 tile = tile_ticket(look_back);
         if (u64(tile) * EMIT_TILE >= count) break;
@@ -110,5 +97,6 @@ emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulato
         *kept_count = 0;
         if (lost_count != nullptr) *lost_count = 0;
     }
-    reset_after_last_block(look_back, u32((count + EMIT_TILE - 1) / EMIT_TILE));
+    if (!reset_after_last_block(look_back, u32((count + EMIT_TILE - 1) / EMIT_TILE)) || threadIdx.x != 0) return;
+    selection->ticket = selection->steps_done = 0;
 }

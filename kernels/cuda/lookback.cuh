@@ -102,6 +102,31 @@ DEVICE bool is_last_block(u32* blocks_done) {
     return last;
 }
 
+// Takes the next part of a kernel whose blocks work in steps, of as many parts as there are blocks. Waits for the step before,
+// and sees its writes. Running blocks have then taken all its parts. All threads call it.
+//
+//   ticket      [in,out]  parts taken, in all steps
+//   steps_done  [in]      completed steps
+DEVICE u32 take_part(u32* ticket, const u32* steps_done) {
+    SHARED(u32, taken);  // no thread still reads the previous ticket, because every step ends with a barrier
+    if (threadIdx.x == 0) {
+        taken = atomicAdd(ticket, 1u);
+        while (load_acquire(steps_done) < taken / gridDim.x) pause();
+        __threadfence();
+    }
+    __syncthreads();
+    return taken % gridDim.x;
+}
+
+// Ends the current step, whose results thread 0 has written. All threads of its last block call it.
+DEVICE void end_step(u32* steps_done) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(steps_done, 1u);
+    }
+}
+
 // Ends a kernel with `tiles` tiles: in the last block, sets the state to zeros and returns true. All threads call it.
 DEVICE bool reset_after_last_block(LookBack* state, u32 tiles) {
     if (!is_last_block(&state->blocks_done)) return false;

@@ -1,8 +1,8 @@
-// Merge and reselect: the sum of two vectors sorted by index, split into its top-k and the rest. Three launches.
+// Merge and reselect: the sum of two vectors sorted by index, split into its top-k and the rest. Two launches.
 //
 //   merge    writes the sum in order, and counts its keys                reads both vectors, writes the sum
-//   refine   finds the k-th key (emit.cuh)                               reads the values of the sum
-//   emit     writes the k winners and the rest, in order (emit.cuh)      reads and writes the sum
+//   emit     finds the k-th key, and writes the k winners and the        reads the sum two or three times, writes it
+//            rest, in order (emit.cuh)
 //
 // Balanced merge path (Green, McColl & Bader, 2012): every block takes MERGE_TILE positions of the merged order, in which
 // a's entry comes before b's entry with the same index. a's entry adds b's value (a + b, in that order), and b's entry is
@@ -68,7 +68,7 @@ DEVICE u64 merge_path(const Index* a, u64 a_count, const Index* b, u64 b_count, 
 //   k                                         [in]      entries to keep
 //   indices, bits                             [out]     the sum in order of index; room for all entries of both
 //   look_back                                 [in,out]  see lookback.cuh
-//   selection                                 [out]     threshold, count, bin, rank, shift, retry = 0
+//   selection                                 [out]     count, first, last, rank, retry = 0
 KERNEL void __launch_bounds__(MERGE_THREADS)
 merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64* a_device_count, const Index* b_indices,
       const Value* b_values, u64 b_host_count, const u64* b_device_count, u64 k, Index* indices, Key* bits, LookBack* look_back,
@@ -77,7 +77,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
         Index a[MERGE_TILE + 1], b[MERGE_TILE + 1];
         u64 a_begin, a_end;
         u64 threshold;   // not in registers, which are scarce
-        u32 keys[BINS];  // counted per block first, because most keys of all blocks may be in one bin
+        Bins keys;
     };
     SHARED(Tile, tile);
     const u64 a_count = a_device_count ? *a_device_count : a_host_count, b_count = b_device_count ? *b_device_count : b_host_count;
@@ -90,7 +90,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
     const u32 ticket = tile_ticket(look_back);  // its barrier shows all threads the threshold
     const u64 begin = u64(ticket) * MERGE_TILE;
     if (begin < total) {
-        for (u32 b = threadIdx.x; b < BINS; b += MERGE_THREADS) tile.keys[b] = 0;
+        clear<MERGE_THREADS>(tile.keys);
         const u64 end = begin + MERGE_TILE < total ? begin + MERGE_TILE : total;
         if (warp < 2) {
             const u64 found = merge_path(a_indices, a_count, b_indices, b_count, warp == 0 ? begin : end);
@@ -149,19 +149,18 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
             const Key found = canonical<ACC>(ACC::narrow(sum[item]));
             indices[to] = where[item];
             bits[to] = found;
-            atomicAdd(&tile.keys[bin_of(sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT)], 1u);
+            atomicAdd(&tile.keys.of[bin_of<BINS>(sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT)], 1u);
             to++;
         }
         __syncthreads();
-        for (u32 b = threadIdx.x; b < BINS; b += MERGE_THREADS)
-            if (tile.keys[b]) add_keys(selection, b, tile.keys[b]);
+        add<MERGE_THREADS>(selection, tile.keys);
         if (threadIdx.x == 0 && end == total) selection->count = before + all;
     }
     if (!reset_after_last_block(look_back, gridDim.x)) return;
+    const u64 count = total ? selection->count : 0;
     if (threadIdx.x == 0) {
-        selection->threshold = tile.threshold;
-        selection->shift = SHIFT;
+        if (!total) selection->count = 0;
         selection->retry = 0;
     }
-    pick_bin<MERGE_THREADS>(selection, total ? selection->count : 0, k);
+    pick_bin<MERGE_THREADS>(selection, count <= k, 1, tile.threshold, MAX_KEY<Key>, SHIFT, k);
 }

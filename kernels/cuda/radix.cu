@@ -48,28 +48,10 @@ struct Counts {
     u32 of[RADIX_BINS];
 };
 
-// Takes the next part, waits for the previous step and sees its writes. Returns false after the last step. All threads
-// call it.
-DEVICE bool take_part(Radix* state, u32* part) {
-    SHARED(u32, ticket);  // no thread still reads the previous ticket, because every step ends with a barrier
-    if (threadIdx.x == 0) {
-        ticket = atomicAdd(&state->ticket, 1u);
-        while (load_acquire(&state->steps_done) < ticket / gridDim.x) pause();
-        __threadfence();
-    }
-    __syncthreads();
-    *part = ticket % gridDim.x;
-    return state->stage != END;
-}
-
 // Ends the step and starts `stage`. All threads of the last block of the step call it.
 DEVICE void next_step(Radix* state, Stage stage) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        state->stage = stage;
-        __threadfence();
-        atomicAdd(&state->steps_done, 1u);
-    }
+    if (threadIdx.x == 0) state->stage = stage;
+    end_step(&state->steps_done);
 }
 
 }  // namespace
@@ -97,8 +79,9 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_s
 #else
     const AccBits* data = x;
 #endif
-    u32 part;
-    while (take_part(state, &part)) {
+    while (true) {
+        const u32 part = take_part(&state->ticket, &state->steps_done);
+        if (state->stage == END) break;
         const u64 begin = part * part_size, end = begin + part_size < n ? begin + part_size : n;
         const u32 stage = state->stage;
         const u64 kth = state->kth, ties = state->ties;

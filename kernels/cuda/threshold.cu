@@ -20,12 +20,11 @@ using namespace sparsecomm;
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
 threshold(const XBits* x, AccBits* residual, u64 n, bool aligned, u64 threshold, u64 capacity, Index* indices,
           Acc::Accumulator* values, u64* count, LookBack* look_back) {
-    const auto take = [&](bool taken, u64 to, u64 i, AccBits found) {
-        if (!taken) return;
+    const auto take = [&](u64 to, u64 i, AccBits found) {
         indices[to] = Index(i);
         values[to] = value_of(found);
     };
-    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, look_back, take);
+    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, FILTER_ROUNDS, look_back, take);
     if (threadIdx.x == 0 && total != NOT_LAST_TILE) *count = total;
-    reset_after_last_block(look_back, filter_tile_count(n));
+    reset_after_last_block(look_back, filter_tile_count(n, FILTER_ROUNDS));
 }

@@ -1,9 +1,9 @@
-// The exact top-k by |v|, in one pass over the data and a few over the candidates.
+// The exact top-k by |v|, in one pass over the data and a few over the candidates. Four launches.
 //
 //   sample   finds a likely lower bound of the k-th key                  reads up to 1 MB
 //   filter   r = r + x; takes the candidates: keys that reach the bound  reads 4n (f32), with a residual 8n, and writes 4n
-//   refine   finds the k-th key among the candidates                     reads the candidates
-//   emit     writes the winners; losers return to the residual           reads the candidates, writes 8k
+//   emit     finds the k-th key, and writes the winners;                 reads the candidates twice, writes 8k
+//            losers return to the residual (emit.cuh)
 //   radix    selects again if the sample was wrong (radix.cu)            usually reads one flag
 //
 // Grids: at most SAMPLE_SECTORS / SAMPLE_THREADS blocks for sample; for others at most as many as run at once.
@@ -25,8 +25,10 @@ struct Sample {
 static_assert(sizeof(Sample) == SAMPLE_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
 constexpr u32 SECTOR = 32 / sizeof(XBits);  // elements that the sample reads at once
-constexpr u32 SAMPLE_SHIFT = KEY_BITS<AccBits> - 13;
-static_assert(SAMPLE_BINS == 1u << 13, "bins by the 13 highest bits of keys");
+// The sample's bins begin at SAMPLE_BEGIN. They cover all keys; for float64, 2^-192 to 2^64, in 32 bins per octave.
+constexpr u32 SAMPLE_SHIFT = sizeof(AccBits) == 8 ? 47 : KEY_BITS<AccBits> - 13;
+constexpr u64 SAMPLE_BEGIN = sizeof(AccBits) == 8 ? 831ull << 52 : 0;
+static_assert(SAMPLE_BINS == 1u << 13, "13 bits of keys");
 
 // All bins together cover two octaves, because the k-th key is rarely farther above the threshold.
 constexpr u32 BIN_SHIFT = sizeof(AccBits) == 8 ? 42 : sizeof(AccBits) == 4 ? 12 : 0;
@@ -69,7 +71,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
             UNROLL
             for (u32 e = 0; e < VECTOR; e++) {
                 const AccBits key = key_of(group[c].get(e));
-                if (key) atomicAdd(&counts.of[place(key >> SAMPLE_SHIFT)], 1u);
+                if (key) atomicAdd(&counts.of[place(bin_of<SAMPLE_BINS>(key, SAMPLE_BEGIN, SAMPLE_SHIFT))], 1u);
             }
         }
     }
@@ -98,8 +100,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
     const auto count_at = [&](u32 b) { return counts.of[place(b)]; };
     if (all >= wanted) find_rank<SAMPLE_THREADS, SAMPLE_BINS>(count_at, wanted, &bin, &rank);
     if (threadIdx.x == 0) {
-        const u64 threshold = u64(bin) << SAMPLE_SHIFT;
-        selection->threshold = threshold ? threshold : 1;
+        selection->threshold = bin ? SAMPLE_BEGIN + (u64(bin) << SAMPLE_SHIFT) : 1;
         selection->shift = BIN_SHIFT;
     }
 }
@@ -111,26 +112,30 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
 //   n, k       [in]      elements; entries to select
 //   aligned    [in]      whether the addresses of x and residual are multiples of 16
 //   capacity   [in]      maximum candidates written
+//   rounds     [in]      see filter.cuh
 //   indices    [out]     indices of the candidates
 //   bits       [out]     bits of the candidates, in the format ACC
 //   look_back  [in,out]  see lookback.cuh
-//   selection  [in,out]  in: threshold, shift. Out: count, bin, rank, retry
+//   selection  [in,out]  in: threshold, shift. Out: count, first, last, rank, retry
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
-filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, Index* indices, AccBits* bits,
+filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, u32 rounds, Index* indices, AccBits* bits,
        LookBack* look_back, Selection* selection) {
+    SHARED(Bins, bins);
+    clear<FILTER_THREADS>(bins);  // barriers follow before the first tile is written
     const u64 threshold = selection->threshold;
     const u32 shift = selection->shift;
-    const auto take = [&](bool taken, u64 to, u64 i, AccBits found) {
-        if (taken) {
-            indices[to] = Index(i);
-            bits[to] = found;
-        }
-        count_keys(selection, taken, key_of(found), threshold, shift);
+    const auto take = [&](u64 to, u64 i, AccBits found) {
+        indices[to] = Index(i);
+        bits[to] = found;
+        atomicAdd(&bins.of[bin_of<BINS>(key_of(found), threshold, shift)], 1u);
     };
-    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, look_back, take);
+    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, rounds, look_back, take);
+    __syncthreads();
+    add<FILTER_THREADS>(selection, bins);
     if (threadIdx.x == 0 && total != NOT_LAST_TILE) selection->count = total;
-    if (!reset_after_last_block(look_back, filter_tile_count(n))) return;
+    if (!reset_after_last_block(look_back, filter_tile_count(n, rounds))) return;
     const u64 found = selection->count;
     if (threadIdx.x == 0) selection->retry = found > capacity || (found < k && threshold > 1);
-    pick_bin<FILTER_THREADS>(selection, found, found > capacity ? found : k);
+    const bool all_win = found <= k || found > capacity;
+    pick_bin<FILTER_THREADS>(selection, all_win, threshold, threshold, MAX_KEY<AccBits>, shift, k);
 }

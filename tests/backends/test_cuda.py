@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.context import CountedVector
+from sparsecomm.backends.cuda.context import CountedVector, Workspace
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import simulated
@@ -69,9 +69,9 @@ def test_number_of_launches(backend: CudaBackend, runtime: DeferredRuntime) -> N
     x = data.gradient("normal", 9000, "float32")
     a, b = entries_of(5000, 400, 1), entries_of(5000, 400, 2)
     for call, launches in (
-        (lambda: backend.topk(on_device(x), 90, on_device(np.zeros_like(x))), "sample filter refine emit radix"),
+        (lambda: backend.topk(on_device(x), 90, on_device(np.zeros_like(x))), "sample filter emit radix"),
         (lambda: backend.topk(on_device(x[:300]), 9, None), "radix"),
-        (lambda: backend.merge_topk(a, b, 400), "merge refine emit"),
+        (lambda: backend.merge_topk(a, b, 400), "merge emit"),
         (lambda: backend.threshold(on_device(x), 3.0, None).indices, "threshold"),
         (lambda: backend.topk_by_chunk(on_device(x), 9, 500, on_device(np.zeros_like(x)), 0.95), "warp_chunks"),
         (lambda: backend.topk_by_chunk(on_device(x), 200, 500, on_device(np.zeros_like(x)), 0.95), "chunks"),
@@ -156,8 +156,10 @@ def test_the_host_waits_only_when_it_asks(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_few_of_merged_values_of_one_octave_share_a_bin(backend: CudaBackend, dtype: str, scale: float) -> None:
-    """The last block of `refine` looks at those of one bin, and blocks add to the counts of bins at once."""
+def test_few_of_merged_values_of_one_octave_share_a_bin(
+    backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, dtype: str, scale: float
+) -> None:
+    """`merge` leaves few keys to `emit`, even if the values span one octave."""
     rng = np.random.default_rng(0)
     count = 5000
     indices = np.sort(rng.choice(10**6, 2 * count, replace=False).astype(np.int32))
@@ -167,12 +169,13 @@ def test_few_of_merged_values_of_one_octave_share_a_bin(backend: CudaBackend, dt
     np.testing.assert_array_equal(
         kept.indices, reference.merge_topk((a.indices, a.values), (b.indices, b.values), count)[0][0]
     )
-    state = selection_state(backend)
-    threshold, shift, wanted = (int(np.ravel(state[name])[0]) for name in ("threshold", "shift", "bin"))
-    keys = values.view(np.uint32 if dtype == "float32" else np.uint64).astype(object)
-    bins = [max(0, min(4095, (int(key) - threshold) >> shift)) for key in keys]
-    assert 0 < bins.count(wanted) < len(bins) / 100
-    assert len(set(bins)) > 200
+    launch = runtime.launch
+    monkeypatch.setattr(runtime, "launch", lambda kernel, *rest: kernel.name == "merge" and launch(kernel, *rest))
+    backend.merge_topk(a, b, count)
+    runtime.synchronize()
+    first, last = (int(selection_state(backend)[name].get()[0]) for name in ("first", "last"))
+    keys = values.view(np.uint32 if dtype == "float32" else np.uint64)
+    assert 0 < np.count_nonzero((first <= keys) & (keys <= last)) < len(keys) / 100
 
 
 @settings(max_examples=12)
@@ -264,7 +267,7 @@ def test_a_call_after_one_that_stopped_between_two_launches(
         "topk": lambda: same(backend.topk(on_device(x), 90, None), expected),
         "merge": lambda: same(backend.merge_topk(a, b, 1000)[0], merged),
     }
-    for allowed in range(1, 5 if stopped == "topk" else 3):
+    for allowed in range(1, 4 if stopped == "topk" else 2):
         left = [allowed]
 
         def limited(*arguments: Any, left: list[int] = left, launch: Any = runtime.launch) -> None:
@@ -282,8 +285,25 @@ def test_a_call_after_one_that_stopped_between_two_launches(
             call()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_candidates_of_normal_data_find_room(dtype: str, runtime: DeferredRuntime) -> None:
+    """Without spare room, which is left for many equal elements. At density 0.09 there is room for 1.7 k."""
+    x, rooms = on_device(data.gradient("normal", 1 << 19, dtype)), []
+    backend, room = CudaBackend(runtime, radix_max_size=300, spare_candidates=0), Workspace.room
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Workspace, "room", lambda self, nbytes: rooms.append(nbytes) or room(self, nbytes))
+        for density in (0.001, 0.01, 0.03, 0.09):
+            k = round(x.size * density)
+            backend.topk(x, k, None)
+            runtime.synchronize()
+            state = selection_state(backend)
+            assert int(state["retry"].get()[0]) == 0
+            assert k <= int(state["count"].get()[0])
+    assert rooms[-1] < 1.7 * k * (x.dtype.itemsize + 4)
+
+
 def test_scratch_memory_is_given_back(runtime: DeferredRuntime) -> None:
-    """Between calls, less than 1 MiB and 1/4,000 of x is kept, whatever k is: as docs/internals/kernels.md says."""
+    """Between calls, less than 1 MiB and 1/500 of x is kept, whatever k is: as docs/internals/kernels.md says."""
     backend = CudaBackend(runtime, radix_max_size=300)  # with as much room for candidates as on a GPU
     for n, k in ((9000, 90), (200_000, 60_000), (9000, 900)):
         x = data.gradient("normal", n, "float32")
@@ -291,7 +311,7 @@ def test_scratch_memory_is_given_back(runtime: DeferredRuntime) -> None:
         kept, lost = backend.merge_topk(found, found, k // 2)
         kept.indices.get()
         del found, kept, lost
-        assert runtime.current.pool.in_use < 2**20 + x.nbytes // 4000
+        assert runtime.current.pool.in_use < 2**20 + x.nbytes // 500
 
 
 # -- tensors and streams ----------------------------------------------------------------------------------------------

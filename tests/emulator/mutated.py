@@ -68,6 +68,9 @@ def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
         return v.astype(dtype)
     if kind == "rising":  # the entries of a warp's first round find room, and later ones do not
         return data.gradient("normal", n, dtype, seed) * np.where(np.arange(n) % 256 < 128, 0.45, 1).astype(dtype)
+    if kind == "bursts":  # the same, for few entries
+        burst = abs(np.arange(n) // 8 % 256 - 19) < 5
+        return data.gradient("normal", n, dtype, seed) * np.where(burst, 10, 1).astype(dtype)
     if kind == "large first":  # the sample of a chunk of 4,096 misleads
         return data.gradient("normal", n, dtype, seed) * np.where(np.arange(n) % 4096 < 512, 1, 0.001).astype(dtype)
     return data.gradient(kind, n, dtype, seed)
@@ -117,16 +120,35 @@ def topk(sources: Path, seed: int, residual: bool = False, dtype: str = "float32
     """Of candidates; where too many are close to each other, `radix` resumes."""
     it = crowded(sources, seed, **TILES, **({"radix_max_size": 50, "spare_candidates": 100} | tuning))
 
-    def select(x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
-        return it.backend.topk(x, 2100, r)
+    for kind in ("normal", "ties", "few values", "close", "all equal", "mostly zero", "rising", "bursts"):
+        k = 100 if kind == "bursts" else 2100
 
-    for kind in ("normal", "ties", "few values", "close", "all equal", "mostly zero", "rising"):
-        selections(select, lambda v: reference.topk(v, 2100), it, residual, seed, N, kind, dtype)
+        def select(x: interop.Tensor, r: interop.Tensor | None, k: int = k) -> SparseVector:
+            return it.backend.topk(x, k, r)
+
+        selections(select, partial(reference.topk, k=k), it, residual, seed, N, kind, dtype)
 
 
 def topk_with_residual(sources: Path, seed: int) -> None:
     topk(sources, seed, True)
     topk(sources, seed, True, spare_candidates=0)
+
+
+def topk_of_a_few(sources: Path, seed: int, *densities: float) -> None:
+    """With the sizes that a GPU gets, and parts of the last tile that are empty."""
+    n, it = 150_000, crowded(sources, seed)
+    for density in densities or (0.001, 0.01, 0.03, 0.09):
+        k = round(n * density)
+
+        def select(x: interop.Tensor, r: interop.Tensor | None, k: int = k) -> SparseVector:
+            return it.backend.topk(x, k, r)
+
+        for residual, dtype in ((True, "float32"), (False, "float64")):
+            selections(select, partial(reference.topk, k=k), it, residual, seed, n, "normal", dtype)
+
+
+def topk_of_half(sources: Path, seed: int) -> None:
+    topk_of_a_few(sources, seed, 0.5)
 
 
 def radix(sources: Path, seed: int, residual: bool = False, dtype: str = "float32") -> None:
@@ -335,6 +357,8 @@ DRIVERS = (
     adamw,
     topk,
     topk_with_residual,
+    topk_of_a_few,
+    topk_of_half,
     radix,
     radix_with_residual,
     radix_of_doubles,

@@ -31,6 +31,8 @@ from tests.emulator.mutated import (
     threshold,
     threshold_with_residual,
     topk,
+    topk_of_a_few,
+    topk_of_half,
     topk_with_residual,
     warp_chunks,
 )
@@ -63,15 +65,13 @@ FAULTS = [
         ("exclusive_prefix does not wait for the sum", "lookback.cuh", BARRIER, "", threshold, 1),
         ("is_last_block does not wait for the answer", "lookback.cuh", BARRIER, "", threshold, 3),
         ("find_rank returns before it is found", "select.cuh", BARRIER, "", radix, 0),
-        ("find_kth compares keys that are not there", "select.cuh", BARRIER, "", topk, 3),
-        ("find_kth returns before it is found", "select.cuh", BARRIER, "", topk, 4),
-        ("find_kth counts into what is cleared", "select.cuh", BARRIER, "", topk_with_residual, 5),
-        ("find_kth looks at counts too early", "select.cuh", BARRIER, "", merge, 6),
-        ("take_part does not wait for the ticket", "radix.cu", BARRIER, "", radix, 0),
-        ("next_step ends a step before its threads", "radix.cu", BARRIER, "", radix, 1),
-        ("radix counts into what is cleared", "radix.cu", BARRIER, "", radix, 2),
-        ("radix adds counts too early", "radix.cu", BARRIER, "", radix, 3),
-        ("radix changes what its threads look at", "radix.cu", BARRIER, "", radix, 4),
+        ("take_part does not wait for the ticket", "lookback.cuh", BARRIER, "", radix, 4),
+        ("end_step ends a step before its threads", "lookback.cuh", BARRIER, "", radix, 5),
+        ("take_part does not wait for the step before", "lookback.cuh", "< taken / gridDim.x", "< 0", merge),
+        ("filter adds counts too early", "topk.cu", BARRIER, "", topk, 2),
+        ("radix counts into what is cleared", "radix.cu", BARRIER, "", radix, 0),
+        ("radix adds counts too early", "radix.cu", BARRIER, "", radix, 1),
+        ("radix changes what its threads look at", "radix.cu", BARRIER, "", radix, 2),
         ("radix ends a step with its first part", "radix.cu", IS_LAST, "true", radix, 2),
         ("a block counts into what is cleared", "chunks.cu", BARRIER, "", chunks, 1),
         ("a block looks at counts too early", "chunks.cu", BARRIER, "", chunks, 2),
@@ -94,6 +94,7 @@ FAULTS = [
         ),
         ("the largest of half a warp", "scan.cuh", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing, 1),
         ("a mask without the last lane", "compact.cuh", "__any_sync(ALL_LANES", "__any_sync(0x7fffffffu", threshold),
+        ("lanes change what others still read", "filter.cuh", "__syncwarp();", "", topk_of_a_few),
         ("some lanes skip a ballot", "lookback.cuh", "(threadIdx.x < WARP)", "(threadIdx.x < WARP - 1)", threshold),
         ("a shuffle in a branch", "compact.cuh", "__any_sync(ALL_LANES, taken != 0)", "taken", threshold),
         # look-back
@@ -201,7 +202,10 @@ FAULTS = [
         ("what a long chunk sends stays in the residual", "chunks.cu", "if (taken) store", "if (false) store", chunks),
         ("what radix sends stays in the residual", "radix.cu", "residual[i] = 0;", ";", radix_with_residual),
         ("the candidates' histogram is not cleared", "select.cuh", "selection->histogram[b] = 0;", ";", merge),
-        ("the survivors are counted on", "emit.cuh", "selection->survivors = 0;", ";", merge),
+        ("emit's tickets go on", "emit.cuh", "->ticket = selection->steps_done", "->steps_done", merge),
+        ("emit counts other bins", "emit.cuh", "first <= key && key <= last", "first <= key", topk),
+        ("emit leaves the bin of the k-th", "emit.cuh", "if (first == last) break;", "break;", topk),
+        ("any bin wins", "select.cuh", "found.last = found.rank == here[i];", "found.last = true;", topk),
         ("radix's histogram is not cleared", "radix.cu", "state->histogram[b] = 0;", ";", radix),
         ("radix's tickets go on", "radix.cu", "state->ticket = state->steps_done", "state->steps_done", radix),
         ("radix has one pass too few", "radix.cu", "shift == 0 ?", "shift <= RADIX_BITS ?", radix),
@@ -235,6 +239,17 @@ def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
         return
     print(done.stdout)
     assert done.returncode == CAUGHT or done.returncode < 0, (done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(("driver", "expected"), [(topk_of_a_few, FINE), (topk_of_half, CAUGHT)])
+def test_no_part_is_read_again_at_the_densities_in_use(
+    driver: Callable[[Path, int], None], expected: int, tmp_path: Path
+) -> None:
+    """The kernels stop at a part that is read again. At density 0.5 there is one, so they would notice."""
+    again = "if (count > stored && base + stored < capacity) {"
+    fault = Fault("", "filter.cuh", again, f'{again} emulator::fail("read again");', driver)
+    done = driven(planted(fault, tmp_path / "kernels"), driver)
+    assert done.returncode == expected, (done.stdout, done.stderr)
 
 
 @pytest.mark.exhaustive  # tests/backends and tests/algorithms make the same checks

@@ -35,8 +35,6 @@ class Tuning:
     filter_vectors: int = 4  # vectors of 16 bytes that each thread holds
     filter_rounds: int = 4  # rounds in which a thread reads its part of a tile
     bins: int = 4096  # of the candidates' histogram
-    refine_threads: int = 256
-    refine_items: int = 4  # candidates that each thread holds
     emit_threads: int = 256
     emit_items: int = 4  # candidates per thread
     radix_threads: int = 512
@@ -59,8 +57,8 @@ class Tuning:
     filter_blocks: int = 4  # maximum; fewer are resident with some types
     by_warp_min_chunk: int = 256  # minimum elements of a chunk from which a warp selects alone
     by_warp_part: int = 4096  # elements that a warp takes at a time, if chunks are not longer
-    tail_blocks: int = 4  # maximum, for refine and emit
-    spare_candidates: int = 1 << 20  # room beyond 2 k, for an unlucky sample
+    tail_blocks: int = 4  # maximum, for emit
+    spare_candidates: int = 1 << 20  # room beyond the expected candidates, for many equal elements
 
     @property
     def definitions(self) -> tuple[str, ...]:
@@ -79,11 +77,12 @@ def structures(tuning: Tuning) -> dict[str, ArrayDType]:
     A field that exists once per tile or block is included once.
     """
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
-    selection = dict.fromkeys(("threshold", "count", "kth", "ties", "rank", "bin"), u8) | {"shift": u4, "retry": u4}
+    selection = dict.fromkeys(("threshold", "count", "first", "last", "rank"), u8)
+    selected = selection | {"shift": u4, "retry": u4, "steps_done": u4}
     histogram, radix_histogram = np.dtype((u4, tuning.bins)), np.dtype((u4, 2**tuning.radix_bits))
     step = dict.fromkeys(("kth", "above", "ties"), u8) | dict.fromkeys(("decided", "stage", "steps_done"), u4)
     return {
-        "SELECTION": _structure(selection, {"survivors": u8}, {"blocks_done": u4}, {"histogram": histogram}),
+        "SELECTION": _structure(selected, {"ticket": u4}, {"parts_done": u4}, {"histogram": histogram}),
         "LOOK_BACK": _structure({"ticket": u4}, {"blocks_done": u4}, {"status": u8}),
         "SAMPLE": _structure({"blocks_done": u4}, {"histogram": np.dtype((u4, tuning.sample_bins))}),
         "RADIX": _structure(

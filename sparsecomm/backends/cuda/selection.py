@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,21 +22,20 @@ _INFINITY = {FLOAT16: 0x7C00, BFLOAT16: 0x7F80, FLOAT32: 0x7F800000, FLOAT64: 0x
 
 
 class _Candidates(NamedTuple):
-    """Addresses of room for ``capacity`` candidates, and of scratch memory for as many ``survivors``."""
+    """Addresses of room for ``capacity`` candidates."""
 
     capacity: int
     indices: int
     bits: int
-    survivors: int
-    memory: Array | None  # of all three; keep it until the kernels have been started
+    memory: Array | None  # of both; keep it until the kernels have been started
 
     @classmethod
     def room(cls, context: ExecutionContext, capacity: int, size: int, value_bytes: int) -> _Candidates:
         """Return room for work on the current stream."""
         length = 16 * ceil_div(capacity * value_bytes, 16)
-        memory = context.workspace().room(2 * length + capacity * index_dtype(size).itemsize)
+        memory = context.workspace().room(length + capacity * index_dtype(size).itemsize)
         bits = context.runtime.address(memory)
-        return cls(capacity, bits + 2 * length, bits, bits + length, memory)
+        return cls(capacity, bits + length, bits, memory)
 
     @property
     def arguments(self) -> Arguments:
@@ -43,7 +43,27 @@ class _Candidates(NamedTuple):
         return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
 
 
-_NO_CANDIDATES = _Candidates(0, 0, 0, 0, None)
+class _Sample(NamedTuple):
+    """The size of a sample, and the number of its elements that should reach the threshold (``wanted``)."""
+
+    sectors: int
+    elements: int
+    wanted: int
+    candidates: int  # expected at most in the whole vector
+
+    @staticmethod
+    @lru_cache
+    def of(n: int, itemsize: int, k: int, max_sectors: int) -> _Sample:
+        sector = 32 // itemsize
+        sectors = min(max_sectors, n // sector)
+        elements = max(1, sectors * sector)
+        # One of millions of calls finds too few candidates; one of millions finds too many, if few elements are equal.
+        wanted = _at_most(elements * k / n)
+        # The threshold is the lowest key of a bin, so a few more elements reach it.
+        return _Sample(sectors, elements, wanted, math.ceil(1.5 * _at_most(wanted) * n / elements))
+
+
+_NO_CANDIDATES = _Candidates(0, 0, 0, None)
 
 
 class Selection(ExecutionContext):
@@ -54,14 +74,16 @@ class Selection(ExecutionContext):
         entries, key = self._room_for(k, x), ("topk", *_kind(x, residual), k)
         if k == 0:  # no elements
             entries.host_count = 0
-        elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
+            return entries
+        sample = _Sample.of(x.size, x.dtype.itemsize, k, self.tuning.sample_sectors)
+        capacity = min(x.size, sample.candidates + self.tuning.spare_candidates)
+        if x.size <= self.tuning.radix_max_size or capacity > _MAX_CANDIDATES:
             make = lambda: [self._radix(x, residual, k, entries, _NO_CANDIDATES)]  # noqa: E731
             self.start_plan(key, (x, residual, entries.memory), make, [entries])
         else:
-            capacity = min(x.size, 2 * k + self.tuning.spare_candidates)
             found = _Candidates.room(self, capacity, x.size, (residual or x).dtype.itemsize)
             memory = x, residual, entries.memory, found.memory
-            self.start_plan(key, memory, lambda: self._sampled(x, residual, k, entries, found), [entries])
+            self.start_plan(key, memory, lambda: self._sampled(x, residual, k, sample, entries, found), [entries])
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
@@ -149,32 +171,30 @@ class Selection(ExecutionContext):
         given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
         given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().state("SELECTION")}
         union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
-        self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost), writes=[kept, lost])
+        self.start(union, self._emit("merge.cu", definitions, found, kept, lost), writes=[kept, lost])
         return kept, lost
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _sampled(
-        self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates
+        self, x: Tensor, residual: Tensor | None, k: int, sample: _Sample, entries: CountedVector, found: _Candidates
     ) -> list[Launch]:
         """Return the launches of topk.cu, and of radix.cu, which selects if the sample was unlucky."""
         size, work, definitions = self.tuning, self.workspace(), _definitions_of(x, residual)
-        sector = 32 // x.dtype.itemsize
-        sectors = min(size.sample_sectors, x.size // sector)
-        expected = sectors * sector * k / x.size
-        # With this margin, one of millions of calls finds too few candidates.
-        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)
-        given = _dense(x, residual) | {"aligned": _aligned(x, residual), "sectors": sectors, "wanted": wanted}
+        given = _dense(x, residual) | {"aligned": _aligned(x, residual)}
+        given |= {"sectors": sample.sectors, "wanted": sample.wanted}
         given |= {"state": work.state("SAMPLE"), "selection": work.state("SELECTION")}
-        blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
-        sample = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
-        tiles = self._filter_tiles(x)
-        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), **found.arguments}
+        blocks = min(ceil_div(sample.sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
+        sampling = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
+        rounds = self._filter_rounds(x, sample.wanted / sample.elements)
+        tiles = self._filter_tiles(x, rounds)
+        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), "capacity": found.capacity}
+        given |= {"rounds": np.uint32(rounds), "indices": found.indices, "bits": found.bits}
         given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.state("SELECTION")}
         blocks = self._at_once(tiles, size.filter_blocks)
         filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, given)
-        rest = self._kth_and_emit("topk.cu", definitions, found, entries, residual=residual)
-        return [sample, filter_, *rest, self._radix(x, residual, k, entries, found)]
+        emit = self._emit("topk.cu", definitions, found, entries, residual=residual)
+        return [sampling, filter_, emit, self._radix(x, residual, k, entries, found)]
 
     def _radix(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates) -> Launch:
         """Return the launch of radix.cu. With candidates, it does nothing unless these were too few or too many."""
@@ -189,7 +209,7 @@ class Selection(ExecutionContext):
 
     def _above(self, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int) -> CountedVector:
         """Run threshold.cu. ``rest``: x, or None to search only the residual."""
-        found, tiles = self._room_for(capacity, x), self._filter_tiles(x)
+        found, tiles = self._room_for(capacity, x), self._filter_tiles(x, self.tuning.filter_rounds)
         self.runtime.clear(found.counter)
         if tiles:
             given = _dense(x, residual) | {"x": rest, "aligned": _aligned(x, residual), "threshold": key}
@@ -200,7 +220,7 @@ class Selection(ExecutionContext):
             self.start(self.prepare("threshold.cu", "threshold", types, blocks, threads, given))
         return found
 
-    def _kth_and_emit(
+    def _emit(
         self,
         file: str,
         definitions: tuple[str, ...],
@@ -208,19 +228,16 @@ class Selection(ExecutionContext):
         kept: CountedVector,
         lost: CountedVector | None = None,
         residual: Tensor | None = None,
-    ) -> list[Launch]:
-        """Return the launches of emit.cuh, which ``file`` includes. Rejected entries go to ``lost`` or ``residual``."""
+    ) -> Launch:
+        """Return the launch of emit.cuh, which ``file`` includes. Rejected entries go to ``lost`` or ``residual``."""
         size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
-        blocks = self._at_once(ceil_div(found.capacity, size.refine_threads), size.tail_blocks)
-        given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.state("SELECTION")}
-        refine = self.prepare(file, "refine", definitions, blocks, size.refine_threads, given)
-        given = {"indices": found.indices, "bits": found.bits}
+        given: Arguments = {"indices": found.indices, "bits": found.bits}
         given |= {"kept_indices": kept.room[0], "kept_values": kept.room[1]}
         given |= {"lost_indices": lost.room[0] if lost else None, "lost_values": lost.room[1] if lost else None}
         given |= {"residual": residual, "kept_count": kept.counter, "lost_count": lost.counter if lost else None}
         given |= {"look_back": work.look_back(tiles), "selection": work.state("SELECTION")}
         blocks = self._at_once(tiles, size.tail_blocks)
-        return [refine, self.prepare(file, "emit", definitions, blocks, size.emit_threads, given)]
+        return self.prepare(file, "emit", definitions, blocks, size.emit_threads, given)
 
     def _look_back(self, tiles: int, capacity: int) -> int:
         """Return the address of a look-back over ``tiles`` and later over the tiles of `emit`, which reuses it."""
@@ -229,10 +246,18 @@ class Selection(ExecutionContext):
     def _emit_tiles(self, capacity: int) -> int:
         return max(1, ceil_div(capacity, self.tuning.emit_threads * self.tuning.emit_items))
 
-    def _filter_tiles(self, x: Tensor) -> int:
+    def _filter_rounds(self, x: Tensor, density: float) -> int:
+        """Return the most rounds after which the entries of a warp's part of a tile still fit into shared memory."""
         size = self.tuning
-        elements = size.filter_threads * size.filter_rounds * size.filter_vectors * (16 // x.dtype.itemsize)
-        return ceil_div(x.size, elements)
+        elements = 32 * size.filter_vectors * (16 // x.dtype.itemsize)  # of a round
+        room = size.filter_rounds * elements * 5 // 64  # ROOM of filter.cuh
+        # Mean of the entries. If all parts are alike, one of about a million has 5 standard deviations more: the room.
+        mean = (math.sqrt(room + 6.25) - 2.5) ** 2
+        return max(1, min(size.filter_rounds, int(mean / (elements * density))))
+
+    def _filter_tiles(self, x: Tensor, rounds: int) -> int:
+        size = self.tuning
+        return ceil_div(x.size, size.filter_threads * rounds * size.filter_vectors * (16 // x.dtype.itemsize))
 
     def _at_once(self, tiles: int, blocks: int) -> int:
         """Return the number of blocks for ``tiles``: at least one, and at most ``blocks`` per multiprocessor."""
@@ -240,6 +265,11 @@ class Selection(ExecutionContext):
 
     def _room_for(self, count: int, x: Tensor) -> CountedVector:
         return self.counted(count, x.dtype.accumulator, x.size, x.shape)
+
+
+def _at_most(expected: float) -> int:
+    """Return 5 standard deviations more than an expected number."""
+    return math.ceil(expected + 5 * math.sqrt(expected) + 5)
 
 
 def _quads_wanted(k: int, chunk: int, itemsize: int) -> int:
