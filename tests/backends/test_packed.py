@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,8 +197,14 @@ def test_zeros_are_dropped_by_the_device(
 ) -> None:
     """The host waits once for each rounding. Dropping zeros changes the blocks, and so may lead to further zeros."""
     runtime, rng, size = device.backend.runtime, np.random.default_rng(1), 2**40 if int64_indices else 60_000
-    waits, rounds, read_word = list[int](), list[int](), packing.read_word
-    monkeypatch.setattr(packing, "read_word", lambda *arguments: waits.append(read_word(*arguments)) or waits[-1])
+    waits, rounds, read = list[int](), list[int](), packing.Packing._read
+
+    def counted(*arguments: Any) -> Any:
+        found = read(*arguments)
+        waits.append(found[1])
+        return found
+
+    monkeypatch.setattr(packing.Packing, "_read", counted)
     spread = (10.0 ** rng.uniform(-9, 0, 3000) * rng.choice([-1, 1], 3000)).astype(np.float32)
     with_nan, denormals = spread.copy(), np.full(64, 1e-41, np.float32)
     with_nan[100] = np.nan

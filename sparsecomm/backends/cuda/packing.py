@@ -43,10 +43,12 @@ class Packing(ExecutionContext):
         count, runtime = entries.nnz, self.runtime
         if not count:
             return runtime.empty(0, np.uint8)
-        indices, values = entries.indices, entries.values
-        launches, not_finite = self._find_not_finite(values, kind)
-        self.start(*launches)
-        first, last, exact = self._read_span(indices, not_finite)
+        indices, values, span = entries.indices, entries.values, getattr(entries, "span", None)
+        if span is None or span.kind is not kind:
+            counters = self.zeros(2, np.uint64)
+            self.start(*self._find_not_finite(values, kind, counters))
+            span = self._read(indices, kind, counters)[0]
+        first, last, exact, _ = span
         sent = EXACT if exact else kind
         types = packed_definitions(sent, values.dtype.itemsize == 8, entries.size >= INT64_SIZE)
         layout = _Layout.of(count, last - first, sent, values.dtype.itemsize == 8)
@@ -92,32 +94,38 @@ class Packing(ExecutionContext):
         types = packed_definitions(kind, values.dtype.itemsize == 8, size >= INT64_SIZE)
         errors = self.runtime.empty(len(values), values.dtype)
         while True:  # round again until there are no zeros: without them, blocks contain other values
-            rounded, zeros = self._round(values, kind, types, positions, errors)
+            rounded, span, zeros = self._round(values, kind, types, positions, errors, indices)
             if not zeros:
-                narrow = SparseVector.trusted(indices, rounded, size, shape)
+                narrow = _Rounded.trusted(indices, rounded, size, shape)
+                narrow.span = span  # type: ignore[attr-defined]
                 return narrow, SparseVector.trusted(entries.indices, errors, size, shape)
             values, indices, positions = self._drop_zeros(rounded, indices, positions, zeros, types)
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
         errors = self.runtime.empty(len(values), values.dtype)
         types = packed_definitions(kind, values.dtype.itemsize == 8, int64_indices=False)
-        rounded, zeros = self._round(values, kind, types, None, errors)
+        rounded, _, zeros = self._round(values, kind, types, None, errors, None)
         return rounded, errors, zeros
 
     def _round(
-        self, values: Array, kind: ValueKind, types: tuple[str, ...], positions: Array | None, errors: Array
-    ) -> tuple[Array, int]:
-        """Run quantize_values. Return the rounded values, and how many of them are zero."""
-        runtime, count = self.runtime, len(values)
-        rounded = runtime.empty(count, values.dtype)
+        self,
+        values: Array,
+        kind: ValueKind,
+        types: tuple[str, ...],
+        positions: Array | None,
+        errors: Array,
+        indices: Array | None,
+    ) -> tuple[Array, _Span, int]:
+        """Run quantize_values. Return the rounded values, what `pack` needs to know, and how many values are zero."""
+        rounded, count = self.runtime.empty(len(values), values.dtype), len(values)
         if not count:
-            return rounded, 0
-        launches, not_finite = self._find_not_finite(values, kind)
-        zeros = self.zeros(1, np.uint64)
+            return rounded, _Span(0, 0, False, kind), 0
+        counters = self.zeros(2, np.uint64)  # of zeros, and of values that are not finite
         given: Arguments = {"values": values, "count": count, "positions": positions, "rounded": rounded}
-        given |= {"errors": errors, "not_finite": not_finite, "zeros": zeros}
+        given |= {"errors": errors, "not_finite": counters[1:], "zeros": counters[:1]}
+        launches = self._find_not_finite(values, kind, counters)
         self.start(*launches, self._per_entry("quantize_values", types, count, given))
-        return rounded, read_word(runtime, zeros)
+        return rounded, *self._read(indices, kind, counters)
 
     def _drop_zeros(
         self, values: Array, indices: Array, positions: Array | None, zeros: int, types: tuple[str, ...]
@@ -131,25 +139,35 @@ class Packing(ExecutionContext):
         self.start(self.prepare("packed.cu", "drop_zeros", types, ceil_div(count, threads), threads, given))
         return rest, at, again
 
-    def _find_not_finite(self, values: Array, kind: ValueKind) -> tuple[list[Launch], Array | None]:
-        """Return the launch of find_not_finite and its result; no launch and None if the kind supports all values."""
-        if not kind.planes:
-            return [], None
-        found, types = self.zeros(1, np.uint32), packed_definitions(kind, False, False)
-        given: Arguments = {"values": values, "count": len(values), "found": found}
-        return [self._per_entry("find_not_finite", types, len(values), given)], found
+    def _find_not_finite(self, values: Array, kind: ValueKind, counters: Array) -> list[Launch]:
+        """Return the launch of find_not_finite, which counts into the second counter; none if all are allowed."""
+        given: Arguments = {"values": values, "count": len(values), "found": counters[1:]}
+        types = packed_definitions(kind, False, False)
+        return [self._per_entry("find_not_finite", types, len(values), given)] if kind.planes else []
 
     def _per_entry(self, name: str, types: tuple[str, ...], entries: int, arguments: Arguments) -> Launch:
         threads = self.tuning.packed_threads
         return self.prepare("packed.cu", name, types, self.spread(entries, threads), threads, arguments)
 
-    def _read_span(self, indices: Array, not_finite: Array | None) -> tuple[int, int, bool]:
-        """Wait for the current stream; return the first and the last index, and whether a value is not finite."""
-        runtime, width = self.runtime, indices.dtype.itemsize
-        address = runtime.address(indices)
-        sources = [(address, width), (address + (len(indices) - 1) * width, width)]
-        if not_finite is not None:
-            sources.append((runtime.address(not_finite), not_finite.nbytes))
-        fetched = fetch(runtime, *sources)
-        first, last = fetched[: 2 * width].view(indices.dtype)
-        return int(first), int(last), bool(fetched[2 * width :].any())
+    def _read(self, indices: Array | None, kind: ValueKind, counters: Array) -> tuple[_Span, int]:
+        """Wait, once, for what `pack` needs to know about entries, and for the number of zeros."""
+        ends = [] if indices is None else [indices[:1], indices[-1:]]
+        fetched = fetch(self.runtime, *((self._address(array), array.nbytes) for array in (counters, *ends)))
+        zeros, not_finite = fetched[: counters.nbytes].view(np.uint64).tolist()
+        first, last = (0, 0) if indices is None else fetched[counters.nbytes :].view(indices.dtype).tolist()
+        return _Span(first, last, not_finite > 0, kind), zeros
+
+
+class _Span(NamedTuple):
+    """The first and the last index of entries, and whether a value is not finite, so that all are sent exactly."""
+
+    first: int
+    last: int
+    exact: bool
+    kind: ValueKind
+
+
+class _Rounded(SparseVector):
+    """Entries whose values are rounded to a kind. `pack` need not wait for their span."""
+
+    __slots__ = ("span",)
