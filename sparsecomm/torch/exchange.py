@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
@@ -553,7 +554,10 @@ def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
     zeros = [gradient.is_cpu and is_zero(gradient) for gradient in gradients]
     for device in {gradient.device for gradient in gradients if not gradient.is_cpu}:
         there = [i for i, gradient in enumerate(gradients) if gradient.device == device]
-        for i, some in zip(there, torch.stack([gradients[i].any() for i in there]).tolist(), strict=True):
+        there.sort(key=lambda i: str(gradients[i].dtype))  # PyTorch sums tensors of one dtype in few launches
+        groups = [[gradients[i] for i in group] for _, group in groupby(there, lambda i: gradients[i].dtype)]
+        sums = [torch.stack(torch._foreach_norm(group, 1)) for group in groups]  # of magnitudes
+        for i, some in zip(there, torch.cat([each != 0 for each in sums]).tolist(), strict=True):
             zeros[i] = not some
     return zeros
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,6 +112,8 @@ def test_the_host_waits_once_to_see_which_gradients_are_zero(monkeypatch: pytest
     """However many there are. A sum of zeros counts as a gradient, no gradient does not."""
     monkeypatch.setattr(OnGpu, "waits", 0)
     gradients = {f"{i}": (torch.zeros if i % 3 else torch.ones)(10 + i) for i in range(20)}
+    gradients |= {"0": torch.full((3,), 1e-40), "1": torch.zeros(0), "2": torch.zeros(5, dtype=torch.bfloat16)}
+    gradients |= {"3": torch.full((4,), math.nan), "4": torch.full((4,), 6e-8, dtype=torch.float16)}
     present: list[dict[str, bool]] = []
 
     def program(transport: simulated.SimulatedTransport) -> None:
@@ -125,7 +128,8 @@ def test_the_host_waits_once_to_see_which_gradients_are_zero(monkeypatch: pytest
 
     run(2, program)
     assert OnGpu.waits == 2
-    assert present == [{name: bool(g.any()) for name, g in gradients.items()}] * 2
+    expected = {name: bool(g.any()) or not g.numel() for name, g in gradients.items()}
+    assert present == [expected] * 2
 
 
 def test_an_exchange_is_refused_in_a_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
