@@ -20,7 +20,7 @@ from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
-from sparsecomm.tensors.interop import Device, TensorSpec, from_host, to_host
+from sparsecomm.tensors.interop import CPU, Device, TensorSpec, from_host, to_host
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile
@@ -198,7 +198,8 @@ class Connection:
         density, options = final_density(self.settings.density, DENSITY.density), Options()
         if self.settings.options.algorithm == "auto":
             options = self.settings.call_options("float32")
-        return choice.bucket_bytes(transport.size, transport.num_nodes, density, costs, options.algorithm, options.wire)
+        query = transport.size, transport.num_nodes, density, costs, options.algorithm, options.wire
+        return choice.bucket_bytes(*query, on_gpu=any(spec.device is not CPU for spec in self.specs.values()))
 
 
 def _described(spec: TensorSpec) -> tuple[str, str]:
