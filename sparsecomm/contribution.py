@@ -13,7 +13,7 @@ decided. After a failed call, the residual is ``decay * residual + x``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class Contribution:
         size: int,
         chunks: Chunks | None = None,
         decay: float = 1.0,
+        substitute: Callable[[Sequence[SparseVector]], Tensor | None] | None = None,
     ) -> None:
         """Prepare a contribution.
 
@@ -74,10 +75,13 @@ class Contribution:
             residual: ``None`` if there is no residual.
             chunks: selection by chunk; ``None`` selects from the whole gradient.
             decay: factor of the residual, applied once before the gradient is added.
+            substitute: called once with the entries that were selected; if it returns a tensor, this is contributed
+                instead, and the residual does not change. So the host learns whether gradients were added to the
+                residual in the same wait as how many entries there are.
         """
         self.backend, self.shape, self.size = backend, shape, size
         self._gradient, self._residual = gradient, residual
-        self._chunks, self._decay = chunks, decay
+        self._chunks, self._decay, self._substitute = chunks, decay, substitute
         self._holds = _BEFORE if gradient is not None else _SUM  # what the residual holds
         self._selection: SparseVector | None = None  # see `with_selection`
         self._parts: list[SparseVector] | None = None  # the entries that this rank has selected
@@ -103,8 +107,19 @@ class Contribution:
         if self._selection is not None:
             return self._selection
         taken = self._take(k) if self._chunks is None else self._take_by_chunk(self._chunks)
+        if self._substituted([taken]):
+            taken = self._take(k)
         self._parts = [taken]
         return taken
+
+    def _substituted(self, taken: Sequence[SparseVector]) -> bool:
+        """Return whether a substitute has taken the place of the residual. The entries must be selected again."""
+        substitute, self._substitute = self._substitute, None
+        if substitute is None or (found := substitute(taken)) is None:
+            return False
+        self.rollback()
+        self._residual, self._chunks = found, None
+        return True
 
     def with_selection(self, entries: SparseVector) -> Contribution:
         """Return a contribution that selects ``entries``, for a stage that sums them. It shares the dropped entries."""
@@ -120,6 +135,7 @@ class Contribution:
             self._apply_decay()
             total = self.backend.accumulate(self._gradient, self._residual)
         else:
+            self._substituted(())
             assert self._residual is not None
             total = self.backend.accumulate(self._residual, None)
         self._took_whole = True
@@ -128,10 +144,13 @@ class Contribution:
     def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[SparseVector]:
         """Select the top-k of each range, given as (begin, end, k), in order."""
         self._add_gradient()
-        self._parts = found = []
-        for begin, end, k in ranges:
-            found.append(self._take_topk_between(begin, end, k))
-        return found
+        taken = [self._take_topk(self._range(begin, end), k) for begin, end, k in ranges]
+        if self._substituted(taken):
+            return self.topk_of_ranges(ranges)
+        self.backend.wait_for(taken)
+        first = len(self._removed) - len(taken)
+        self._parts = [self._moved(taken[i], begin, first + i) for i, (begin, _, _) in enumerate(ranges)]
+        return self._parts
 
     def topk_of_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
         """Add received entries to this rank's elements between two indices, and select the top-k of the sums.
@@ -146,7 +165,7 @@ class Contribution:
                 before = backend.values_of(residual, addends.indices)
                 self._overwritten = SparseVector.trusted(addends.indices, before, addends.size, addends.shape)
                 backend.scatter_add(residual, addends)
-            return self._take_topk_between(begin, end, k)
+            return self._moved(self._take_topk(self._range(begin, end), k), begin, -1)
         part = self._range(begin, end)
         dense = backend.as_tensor(backend.accumulate(part, None), (end - begin,))  # 16 bits would round the sums
         if addends is not None:
@@ -246,22 +265,23 @@ class Contribution:
         assert dense is not None
         return dense.part(begin, end)
 
-    def _take_topk(self, residual: Tensor, k: int) -> SparseVector:
-        """Select the top-k of a range of the residual, and remove it."""
-        entries = self.backend.take_topk(residual, k)
-        self._removed.append((residual, entries))
+    def _take_topk(self, part: Tensor, k: int) -> SparseVector:
+        """Select the top-k of a range, and remove it from the residual if there is one."""
+        if self._residual is None:
+            return self.backend.topk(part, k, None)
+        entries = self.backend.take_topk(part, k)
+        self._removed.append((part, entries))
         return entries
 
-    def _take_topk_between(self, begin: int, end: int, k: int) -> SparseVector:
-        """Select the top-k between two indices, and remove it from the residual if there is one."""
-        part, dtype = self._range(begin, end), index_dtype(self.size)
-        first = self.backend.topk(part, k, None) if self._residual is None else self._take_topk(part, k)
+    def _moved(self, first: SparseVector, begin: int, number: int) -> SparseVector:
+        """Return entries of a range with the indices of the gradient. ``number``: theirs in `_removed`."""
+        dtype = index_dtype(self.size)
         indices: Any = first.indices.astype(dtype, copy=False)
         entries, offset = SparseVector.trusted(indices, first.values, self.size, self.shape), dtype.type(begin)
         removed = self._residual, entries
         indices += offset  # in place, which needs no memory
         if self._residual is not None:
-            self._removed[-1] = removed
+            self._removed[number] = removed
         return entries
 
     def _apply_decay(self) -> None:

@@ -4,7 +4,7 @@
 // `widen`, ACC is the residual's format. The number of entries may be in device memory: `device_count`, if not null,
 // overrides `host_count`. Grids: one block per DENSIFY_TILE elements for densify, any number of blocks for other kernels.
 // Deterministic: no atomics on data, because the indices of a vector are distinct.
-#include "scan.cuh"
+#include "search.cuh"
 
 using namespace sparsecomm;
 
@@ -14,39 +14,6 @@ using X = FORMAT;
 using Bits = X::Bits;
 using Index = INDEX;
 using Value = X::Accumulator;
-
-DEVICE u64 grid_thread() { return u64(blockIdx.x) * DENSE_THREADS + threadIdx.x; }
-DEVICE u64 grid_threads() { return u64(gridDim.x) * DENSE_THREADS; }
-
-// Returns the position of the first of `count` indices that is at least `from`. All lanes of a warp call it; each step
-// probes 32 positions.
-DEVICE u64 warp_lower_bound(const Index* indices, u64 count, u64 from) {
-    const u32 lane = threadIdx.x % WARP;
-    u64 low = 0, high = count;
-    while (low < high) {
-        const u64 step = (high - low + WARP - 1) / WARP, i = low + lane * step;
-        const bool below = i < high && u64(indices[i]) < from;
-        const u32 found = u32(__popc(__ballot_sync(ALL_LANES, below)));
-        if (found == 0) return low;
-        const u64 next = low + (found - 1) * step + 1;
-        high = low + found * step < high ? low + found * step : high;
-        low = next;
-    }
-    return low;
-}
-
-// As warp_lower_bound, by one thread.
-DEVICE u64 lower_bound(const Index* indices, u64 count, u64 from) {
-    u64 low = 0, high = count;
-    while (low < high) {
-        const u64 middle = low + (high - low) / 2;
-        if (u64(indices[middle]) < from)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
 
 }  // namespace
 
@@ -101,6 +68,13 @@ scatter_add(Bits* dense, const Index* indices, const Value* values, u64 host_cou
         Bits* to = dense + u64(indices[e]);
         *to = canonical<X>(X::narrow(X::widen(*to) + values[e]));
     }
+}
+
+// dense[index] = 0. Arguments as in scatter_add; values are not used.
+KERNEL void __launch_bounds__(DENSE_THREADS)
+clear(Bits* dense, const Index* indices, const Value* values, u64 host_count, const u64* device_count) {
+    const u64 count = device_count ? *device_count : host_count;
+    for (u64 e = grid_thread(); e < count; e += grid_threads()) dense[u64(indices[e])] = 0;
 }
 
 // scatter_add for the entries whose index is among the others (if `present`), or is not among them. A block takes

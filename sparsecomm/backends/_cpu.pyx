@@ -11,7 +11,7 @@ from functools import wraps
 import numpy as np
 
 from sparsecomm import config
-from sparsecomm.backends.adamw import AdamWResult
+from sparsecomm.backends.adamw import OVERFLOWS, AdamWStep
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
@@ -206,7 +206,7 @@ cdef Moments moments_of(moments, Tensor weights):
 
 
 cdef AdamWResults results_of(list arrays, cnp.ndarray jumps):
-    """Return the arrays of an `AdamWResult` as a kernel argument."""
+    """Return the arrays of a step of AdamW as a kernel argument."""
     cdef AdamWResults results
     results.weights, results.mean = cnp.PyArray_DATA(arrays[0]), cnp.PyArray_DATA(arrays[1])
     results.squares = cnp.PyArray_DATA(arrays[2])
@@ -304,6 +304,9 @@ class AtOnce:
     def on_stream(self, x):
         return self
 
+    def join(self, former, x):
+        pass
+
     def wait(self):
         pass
 
@@ -329,7 +332,7 @@ class CpuBackend(Backend):
     def on_stream(self, x):
         return AT_ONCE
 
-    def side_stream(self):
+    def side_stream(self, *, wait=True):
         return AT_ONCE
 
     def timeline(self):
@@ -409,21 +412,86 @@ class CpuBackend(Backend):
 
     scale = default_float_mode(Backend.scale)
 
-    def add_difference(self, cnp.ndarray minuend not None, Tensor x not None, Tensor residual not None, double decay, cbool if_finite):
+    # -- buckets ------------------------------------------------------------------------------------------------------
+
+    def add_first(self, addends, residual, velocity, double decay, double momentum, cbool if_finite):
+        begin, x, scale, exponents, minuend = addends[0]
+        total, value = residual[begin : begin + x.size], None
+        cdef Tensor r = self.as_tensor(total, x.shape)
+        if exponents is not None:
+            return 1, [] if self._add_quotient(x, exponents, scale, r, if_finite) else [0]
+        if velocity is None and minuend is not None:
+            return 1, [] if self._add_difference(minuend, x, r, decay, if_finite) else [0]
+        if velocity is not None or scale != 1:
+            value = self.accumulate(x, None)
+            if minuend is not None:
+                np.subtract(minuend, value, out=value)
+            elif scale != 1:
+                value *= scale
+        if if_finite and not self.finite(x if value is None else self.as_tensor(value, x.shape)):
+            return 1, [0]
+        if decay < 1:
+            total *= decay
+        if value is None:
+            self.add_into(x, r)
+        elif velocity is None:
+            total += value
+        else:
+            moving = velocity[begin : begin + x.size]
+            moving *= momentum
+            moving += value
+            total += moving
+        return 1, []
+
+    def _add_difference(self, cnp.ndarray minuend not None, Tensor x not None, Tensor residual not None, double decay, cbool if_finite):
         cdef void* source = checked(minuend, width(x), "minuend", x.size)
         return bool(c_add_difference(source, dense(x), decay, if_finite, checked_residual(residual, x), self.threads))
 
-    def add_quotient(self, Tensor x not None, cnp.ndarray exponents not None, double scale, Tensor residual not None, cbool if_finite):
+    def _add_quotient(self, Tensor x not None, cnp.ndarray exponents not None, double scale, Tensor residual not None, cbool if_finite):
         cdef void* units = checked(exponents, width(x) // 4, "exponents", x.size)
         return bool(c_add_quotient(dense(x), units, scale, if_finite, checked_residual(residual, x), self.threads))
 
-    def adamw(
-        self, Tensor weights not None, moments, cnp.ndarray exponents not None, entries, cnp.ndarray table not None,
-        double unit_eps, double eps, int step, cbool with_changes, double margin,
-    ):
+    # -- AdamW --------------------------------------------------------------------------------------------------------
+
+    def adamw(self, parts, exponents, sums, double margin, cbool keep_changes):
+        of_parts = self._parts_of([(part.begin, part.weights) for part in parts], sums)
+        made = [self._adamw(part, exponents, entries, True, margin) for part, entries in zip(parts, of_parts)]
+        changes = np.concatenate([results[3] for _, results, _, _ in made])
+        jumps = np.concatenate([jumps for _, _, jumps, _ in made])
+        if not keep_changes:
+            made = [(entries, [*results[:3], None], jumps, found) for entries, results, jumps, found in made]
+        return self._step(changes, jumps, made)
+
+    def adamw_dense(self, parts, exponents, cnp.ndarray sums not None, size_t begin):
+        segments = [sums[part.begin - begin : part.begin - begin + part.weights.size] for part in parts]
+        made = [
+            self._adamw(part, exponents, self.nonzeros(segment, segment.shape), False, 0)
+            for part, segment in zip(parts, segments)
+        ]
+        step = self._step(sums[:0], sums[:0], made)
+        for part, segment, (_, results, jumps, found) in zip(parts, segments, made):
+            rounded = self.nonzeros(results[0], segment.shape)
+            if part.weights.dtype.itemsize == 2:
+                rounded = self.rounded(rounded, part.weights.dtype)
+            segment[:] = rounded.dense
+            if found:
+                segment[jumps == OVERFLOWS] = np.nan
+        return step
+
+    def _step(self, changes, jumps, made):
+        overflows = any(found for _, _, _, found in made)
+        values = [entries.dense if isinstance(entries, DenseSum) else entries.values for entries, _, _, _ in made]
+        finite = not overflows or all(self.finite(self.as_tensor(each, each.shape)) for each in values)
+        return AdamWStep(changes, jumps, overflows, finite, made)
+
+    def _adamw(self, part, cnp.ndarray exponents not None, entries, cbool with_changes, double margin):
+        """Return the entries, new weights, means, squares and changes, jumps of exponents, and the number of overflows."""
+        cdef Tensor weights = part.weights
+        cdef cnp.ndarray table = part.table
         cdef size_t itemsize = width(weights), count = cnp.PyArray_SIZE(table) // 6
         cdef Targets targets = Targets(entries, weights)
-        cdef void* units = checked(exponents, itemsize // 4, "exponents", weights.size)
+        cdef cnp.ndarray of_part = exponents[part.begin : part.begin + weights.size]
+        cdef void* units = checked(of_part, itemsize // 4, "exponents", weights.size)
         cdef cnp.ndarray rows = table.reshape(-1)
         cdef const void* coefficients = checked(rows, itemsize, "table")
         if 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
@@ -433,25 +501,31 @@ class CpuBackend(Backend):
         made += [None] * (4 - len(made))
         jumps = empty(self.scratch, targets.data.count, cnp.NPY_INT8)
         found = c_adamw(
-            dense(weights), moments_of(moments, weights), units, targets.data, targets.int64_indices, coefficients, count, unit_eps,
-            eps, weights.dtype.rounds_to_infinity, margin, step, results_of(made, jumps), self.threads,
+            dense(weights), moments_of(part.moments, weights), units, targets.data, targets.int64_indices, coefficients, count,
+            part.unit_eps, part.eps, weights.dtype.rounds_to_infinity, margin, part.step, results_of(made, jumps), self.threads,
         )
-        return AdamWResult(*made, jumps, found)
+        return entries, made, jumps, found
 
-    def store_adamw(
-        self, Tensor weights not None, moments, cnp.ndarray exponents, entries, made, int step, cbool write
-    ):
+    def store_adamw(self, parts, exponents, made, cbool write):
+        for part, results in zip(parts, made.results):
+            self._store_adamw(part, exponents, *results[:3], write)
+
+    def _store_adamw(self, part, cnp.ndarray exponents, entries, list results, cnp.ndarray jumps, cbool write):
+        cdef Tensor weights = part.weights
         cdef Targets targets = Targets(entries, weights)
+        cdef cnp.ndarray of_part
         cdef void* units = NULL
         if exponents is not None:
-            units = checked(exponents, width(weights) // 4, "exponents", weights.size)
-        arrays = [*made[:3], None if exponents is None else made.changes]
-        for array in arrays[: 3 + (units != NULL)]:
+            of_part = exponents[part.begin : part.begin + weights.size]
+            units = checked(of_part, width(weights) // 4, "exponents", weights.size)
+        else:
+            results = [*results[:3], None]
+        for array in results[: 3 + (units != NULL)]:
             checked(array, width(weights), "result", targets.data.count)
-        checked(made.jumps, 1, "result", targets.data.count)
+        checked(jumps, 1, "result", targets.data.count)
         c_store_adamw(
-            dense(weights), moments_of(moments, weights), units, targets.data, targets.int64_indices, results_of(arrays, made.jumps),
-            step, write, self.threads,
+            dense(weights), moments_of(part.moments, weights), units, targets.data, targets.int64_indices,
+            results_of(results, jumps), part.step, write, self.threads,
         )
 
     def change_units(self, Tensor residual not None, cnp.ndarray exponents not None, changes):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import Tensor
 
 
 class Moments(NamedTuple):
@@ -26,27 +26,48 @@ class Moments(NamedTuple):
     compensation: Array | None
 
 
-class AdamWResult(NamedTuple):
-    """New values of weights, one element for each entry of an update.
+class AdamWPart(NamedTuple):
+    """Weights of one tensor that make a step, and the numbers of this step.
 
     Attributes:
-        weights, mean, squares: in the accumulator dtype.
-        changes: of the weights, or ``None``.
-        jumps: int8: how exponents of units should change, at most by `MAX_JUMP`, and `OVERFLOWS` where the step must
-            not be used.
-        overflows: the number of entries that overflow.
+        begin: the index of the first weight in the vectors of the bucket.
+        weights, moments: of the part.
+        table: shape ``(rows, 6)``, in host memory and the accumulator dtype: row i contains the coefficients for a
+            weight last updated i steps ago. The last row is also used for all earlier updates.
+        unit_eps, eps: of the units and of the step, rounded to the accumulator dtype.
+        step: number of this step, at least 1.
     """
 
-    weights: Array
-    mean: Array
-    squares: Array
-    changes: Array | None
+    begin: int
+    weights: Tensor
+    moments: Moments
+    table: Array
+    unit_eps: float
+    eps: float
+    step: int
+
+
+class AdamWStep(NamedTuple):
+    """A step of weights, which `Backend.store_adamw` stores. Arrays have an element for each entry of the sums.
+
+    Attributes:
+        changes: of the weights, in the accumulator dtype.
+        jumps: int8: how exponents of units should change, at most by `MAX_JUMP`, and `OVERFLOWS` where the step must
+            not be used.
+        overflows: whether an entry overflows.
+        finite: whether all sums are finite.
+        results: new weights and moments, in a form of the backend.
+    """
+
+    changes: Array
     jumps: Array
-    overflows: int
+    overflows: bool
+    finite: bool
+    results: Any
 
 
 MAX_JUMP = 4
-OVERFLOWS = 127  # in `AdamWResult.jumps`
+OVERFLOWS = 127  # in `AdamWStep.jumps`
 
 
 def unit_dtype(real: Any) -> Any:
@@ -60,13 +81,8 @@ def unit_exponents(xp: Any, squares: Array, eps: Any) -> Array:
     The power of two with this exponent is the unit in which AdamW exchanges gradients. ``eps`` is a normal number of
     the dtype of ``squares``, so exponents are at least 1.
     """
-    return exponents_of(xp.sqrt(squares) + eps)
-
-
-def exponents_of(x: Array) -> Array:
-    """Return the exponents of positive numbers."""
-    word, digits = _format_of(x.dtype)
-    exponents: Array = (x.view(word) >> word(digits)).astype(unit_dtype(x.dtype))
+    word, digits = _format_of(squares.dtype)
+    exponents: Array = ((xp.sqrt(squares) + eps).view(word) >> word(digits)).astype(unit_dtype(squares.dtype))
     return exponents
 
 
@@ -80,22 +96,3 @@ def units(exponents: Array, real: Any) -> Array:
 def _format_of(real: Any) -> tuple[Any, int]:
     """Return the word of an accumulator dtype, and the number of its digits below the exponent."""
     return (np.uint64, 52) if np.dtype(real).itemsize == 8 else (np.uint32, 23)
-
-
-def adamw_step(
-    xp: Any, weight: Array, gradient: Array, mean: Array, squares: Array, coefficients: Sequence[Array], eps: Any
-) -> tuple[Array, Array, Array]:
-    """Return AdamW's weights, means and squares, element by element, with the array library ``xp``.
-
-    With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
-
-        mean    = c0 * mean + c1 * gradient
-        squares = c2 * squares + c3 * gradient^2
-        weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
-
-    All arrays have the same shape and dtype.
-    """
-    c0, c1, c2, c3, c4, c5 = coefficients
-    m = c0 * mean + c1 * gradient
-    v = c2 * squares + c3 * (gradient * gradient)
-    return c5 * weight - c4 * (m / (xp.sqrt(v) + eps)), m, v

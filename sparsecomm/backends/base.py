@@ -9,16 +9,17 @@ next statement; no signal handler runs in between (`sparsecomm.signals`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
-from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS, AdamWResult, Moments, adamw_step, exponents_of, units
+from sparsecomm.backends.adamw import AdamWPart, AdamWStep
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
@@ -31,6 +32,13 @@ class Timeline(Protocol):
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context like `Backend.on_stream`, whose work runs after the work of all earlier contexts."""
+
+    def join(self, former: Tensor | None, x: Tensor) -> None:
+        """Let all later work also wait for the stream of ``former``.
+
+        Raises:
+            InvalidInputError: the stream of ``x`` is being captured into a CUDA graph.
+        """
 
     def wait(self) -> None:
         """Wait until all work is complete, so that the memory may be freed."""
@@ -45,11 +53,47 @@ def on_streams(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[N
         yield
 
 
+SQUARES_TILE, LANES = 4096, 256
+
+
+def sum_of_tiles(sums: Iterable[float]) -> float:
+    """Return the sum of positive numbers, rounded once; infinity if it overflows."""
+    try:
+        return math.fsum(sums)
+    except OverflowError:
+        return math.inf
+
+
 def value_bytes(kind: ValueKind, count: int, accumulator_itemsize: int) -> int:
     """Return the bytes of ``count`` values of a kind in a message, without padding."""
     blocks = -(-count // kind.block) if kind.block else 0
     values = 8 * kind.planes * blocks if kind.planes else count * (kind.itemsize or accumulator_itemsize)
     return values + kind.shared * blocks
+
+
+class Segment(NamedTuple):
+    """A tensor whose elements have the indices from ``begin`` on in the vectors of a bucket."""
+
+    begin: int
+    tensor: Tensor
+
+
+class Addend(NamedTuple):
+    """What `Backend.add_first` adds to a residual: scale * x, scale * x / units, or minuend - x.
+
+    Attributes:
+        begin: where the elements begin in the residual.
+        x: a tensor of at least one element.
+        scale: rounded to the accumulator dtype; 1 with a minuend.
+        exponents: of the units, one per element: see `sparsecomm.backends.adamw.unit_exponents`. Not with momentum.
+        minuend: in the accumulator dtype.
+    """
+
+    begin: int
+    x: Tensor
+    scale: float = 1.0
+    exponents: Array | None = None
+    minuend: Array | None = None
 
 
 class Backend:
@@ -77,11 +121,12 @@ class Backend:
         Call all other methods in such a context. It can be entered repeatedly, but not nested.
         """
 
-    def side_stream(self) -> AbstractContextManager[object]:
+    def side_stream(self, *, wait: bool = True) -> AbstractContextManager[object]:
         """Return a context like `on_stream` for work on a separate stream of the backend.
 
-        Its work runs after the work submitted so far to the current stream. Leaving the context waits for its work. Any
-        thread may request the context. Only the thread that the backend serves at that time may enter it.
+        Its work runs after the work submitted so far to the current stream. On leaving the context, the host waits for
+        its work; without ``wait``, only the current stream does. Any thread may request the context. Only the thread
+        that the backend serves at that time may enter it.
         """
 
     def timeline(self) -> Timeline:
@@ -151,39 +196,6 @@ class Backend:
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
-    def add_difference(self, minuend: Array, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
-        """Set residual = decay * residual + (minuend - x); return whether it was set. Rounds each operation.
-
-        ``minuend`` and the residual have the accumulator dtype. ``if_finite``: change nothing if a difference is NaN or
-        infinite.
-        """
-        difference = minuend - self.accumulate(x, None)
-        if if_finite and x.size and not self.finite(self.as_tensor(difference, x.shape)):
-            return False
-        total = self.memory_of(residual)
-        if decay < 1:
-            total *= decay
-        total += difference
-        return True
-
-    def add_quotient(self, x: Tensor, exponents: Array, scale: float, residual: Tensor, if_finite: bool) -> bool:
-        """Set residual = residual + scale * x / units; return whether it was set. Rounds each operation.
-
-        ``exponents``, one per element, are those of the units: see `sparsecomm.backends.adamw.unit_exponents`. The
-        residual has the accumulator dtype, to which ``scale`` is rounded. ``if_finite``: change nothing if a quotient,
-        or the square of scale * x, is NaN or infinite.
-        """
-        quotient = self.accumulate(x, None)
-        quotient *= quotient.dtype.type(scale)
-        if if_finite and x.size and not self.finite(self.as_tensor(quotient * quotient, x.shape)):
-            return False
-        quotient /= units(exponents, quotient.dtype)
-        if if_finite and x.size and not self.finite(self.as_tensor(quotient, x.shape)):
-            return False
-        total = self.memory_of(residual)
-        total += quotient
-        return True
-
     def scale(self, dense: Tensor, factor: float) -> None:
         """Set dense = factor * dense, rounded once."""
         if dense.dtype.itemsize > 2:
@@ -236,107 +248,122 @@ class Backend:
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         """Return the nonzero entries of ``dense``. Shares its memory, which must not change afterwards."""
 
+    # -- buckets: vectors with the elements of several tensors --------------------------------------------------------
+
+    def add_first(
+        self,
+        addends: Sequence[Addend],
+        residual: Array,
+        velocity: Array | None,
+        decay: float,
+        momentum: float,
+        if_finite: bool,
+    ) -> tuple[int, Any]:
+        """Add at least the first of the addends to a residual: all on a GPU, one on a CPU.
+
+        With v as in `Addend`, sets residual = decay * residual + v, or with a velocity, velocity = momentum * velocity
+        + v, then residual = decay * residual + velocity. Rounds each operation.
+
+        Args:
+            residual, velocity: flat, in the accumulator dtype.
+            if_finite: leave out addends with a value that is NaN or infinite, or for which (scale * x)^2 is so if they
+                have units.
+
+        Returns:
+            The number of addends, and what `wait_for` needs to find those left out.
+        """
+
+    def wait_for(self, vectors: Sequence[SparseVector], flags: Any = ()) -> list[int]:
+        """Wait, once, for the number of entries of vectors, and for the positions of addends that were left out.
+
+        ``flags``: from `add_first`.
+        """
+        return list(flags)
+
+    def sums_of_squares(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Return for each tensor the sum of the squares of its elements, in float64, with the same bits on any device.
+
+        In each tile of `SQUARES_TILE` elements, lane i adds the elements i, i + `LANES` ... in order. Then the second
+        half of the lanes is added to the first until one is left. `math.fsum` adds the tiles.
+        """
+        return [sum_of_tiles(self._squares(tensor)) for tensor in tensors]
+
+    def _squares(self, x: Tensor) -> Iterator[float]:
+        """Yield the sum of the squares of each tile."""
+        memory, block = self.accumulate(x, None), 256 * SQUARES_TILE
+        for begin in range(0, x.size, block):
+            part = memory[begin : begin + block]
+            squares = np.zeros(-(-len(part) // SQUARES_TILE) * SQUARES_TILE)
+            np.multiply(part, part, out=squares[: len(part)], dtype=np.float64)
+            rows = squares.reshape(-1, SQUARES_TILE // LANES, LANES).swapaxes(0, 1)
+            lanes = rows[0]
+            for row in rows[1:]:
+                lanes = lanes + row
+            while lanes.shape[1] > 1:
+                lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+            yield from lanes[:, 0].tolist()
+
+    def write(self, segments: Sequence[Segment], entries: SparseVector) -> None:
+        """Call `densify` for each segment with its part of the entries, whose indices are those of the bucket."""
+        for (_, out), part in zip(segments, self._parts_of(segments, entries), strict=True):
+            self.densify(out, part)
+
+    def add_entries(self, segments: Sequence[Segment], entries: SparseVector) -> None:
+        """Call `scatter_add` for each segment with its part of the entries, whose indices are those of the bucket."""
+        for (_, dense), part in zip(segments, self._parts_of(segments, entries), strict=True):
+            self.scatter_add(dense, part)
+
+    def _parts_of(self, segments: Sequence[Segment], entries: SparseVector) -> list[SparseVector]:
+        """Return each segment's part of the entries. Finds all before anything changes, because memory may run out."""
+        ends = {begin: begin + t.size for begin, t in segments}
+        if [*ends.items()] == [(0, entries.size)]:
+            return [entries]
+        bounds = sorted({*ends, *ends.values()})
+        found = dict(zip(bounds, self.split_at_indices(entries, bounds), strict=False)) if bounds else {}
+        return [found[begin] if t.size else self.split_at_indices(entries, [begin, begin])[0] for begin, t in segments]
+
     # -- AdamW --------------------------------------------------------------------------------------------------------
 
     def adamw(
-        self,
-        weights: Tensor,
-        moments: Moments,
-        exponents: Array,
-        entries: SparseVector,
-        table: Array,
-        unit_eps: float,
-        eps: float,
-        step: int,
-        with_changes: bool,
-        margin: float,
-    ) -> AdamWResult:
-        """Make all AdamW steps of some weights since their last update, with `adamw_step`. Changes no argument.
+        self, parts: Sequence[AdamWPart], exponents: Array, sums: SparseVector, margin: float, keep_changes: bool
+    ) -> AdamWStep:
+        """Make all AdamW steps of some weights since their last update: see `AdamWStep`. Changes no argument.
+
+        Rounds each operation. A weight that is not finite overflows only if its moments do. Units follow
+        sqrt(squares) + eps, but may differ from it by a third more than a factor of 2, so that few change to and fro.
 
         Args:
-            weights, moments: of one tensor, or of a part of one.
-            exponents: of the weights' units: see `sparsecomm.backends.adamw.unit_exponents`.
-            entries: gradients, divided by the units; a `DenseSum` has one for every weight.
-            table: shape ``(rows, 6)``, in host memory and the accumulator dtype: row i contains the coefficients for a
-                weight last updated i steps ago. The last row is also used for all earlier updates.
-            unit_eps, eps: of the units and of the step, rounded to the accumulator dtype.
-            step: number of this step, at least 1.
-            with_changes: whether to return changes.
+            parts: ascending, without gaps between the first and the last.
+            exponents: of the units of all weights of the bucket: see `sparsecomm.backends.adamw.unit_exponents`.
+            sums: gradients, divided by the units, with indices of the bucket that are in the parts.
             margin: an entry also overflows if its weight could not change by this times its change.
-
-        Returns:
-            The results. Rounds each operation. A weight that is not finite overflows only if its moments do. Units
-            follow sqrt(squares) + eps, but may differ from it by a third more than a factor of 2, so that few change
-            to and fro.
+            keep_changes: whether `store_adamw` will change units, too.
         """
-        xp, (mean, squares, last, compensation) = library_of(moments.mean), moments
-        real: Any = mean.dtype.type
-        index: Any = slice(None) if isinstance(entries, DenseSum) else entries.indices
-        quotient = entries.dense if isinstance(entries, DenseSum) else entries.values
-        rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
-        before = self.values_of(weights, index)
-        weight = before if compensation is None else before + compensation[index]
-        unit, coefficients = units(exponents[index], real), [rows[:, j] for j in range(6)]
-        w, m, v = adamw_step(xp, weight, quotient * unit, mean[index], squares[index], coefficients, real(eps))
-        change, root = w - before, xp.sqrt(v) + real(unit_eps)
-        up, down = (exponents_of(root * real(each)).astype(np.int32) - exponents[index] for each in (0.75, 1.5))
-        jumps = xp.clip(xp.where(up > 0, up, xp.minimum(down, 0)), -MAX_JUMP, MAX_JUMP).astype(np.int8)
-        fits = (abs(w) + real(margin) * abs(change) < weights.dtype.rounds_to_infinity) | ~xp.isfinite(before)
-        usable = xp.isfinite(m) & xp.isfinite(v) & fits
-        jumps = xp.where(usable, jumps, np.int8(OVERFLOWS))
-        return AdamWResult(w, m, v, change if with_changes else None, jumps, len(usable) - int(usable.sum()))
 
-    def store_adamw(
-        self,
-        weights: Tensor,
-        moments: Moments,
-        exponents: Array | None,
-        entries: SparseVector,
-        made: AdamWResult,
-        step: int,
-        write: bool,
-    ) -> None:
-        """Store the results of `adamw`: moments, and with ``write`` the new weights, rounded to their dtype.
+    def adamw_dense(self, parts: Sequence[AdamWPart], exponents: Array, sums: Array, begin: int) -> AdamWStep:
+        """Make a step of AdamW for all weights of some parts, as `adamw` does.
 
-        The compensation becomes the difference between the new weights and those in ``weights``. ``exponents``: of
+        ``sums`` has one element for each weight from index ``begin`` on. They are replaced by the new weights, rounded
+        to their dtype, and by NaN where the step overflows. Elements that are in no part do not change.
+        """
+
+    def store_adamw(self, parts: Sequence[AdamWPart], exponents: Array | None, made: AdamWStep, write: bool) -> None:
+        """Store what ``made`` has for the same parts: moments, and with ``write`` the new weights, rounded.
+
+        The compensation becomes the difference between the new weights and those in ``parts``. ``exponents``: of
         units, which jump where the weight changes; ``None``: units stay.
         """
-        index: Any = slice(None) if isinstance(entries, DenseSum) else entries.indices
-        if write:
-            self.put(weights, index, made.weights)
-        if moments.compensation is not None:
-            lost = made.weights - self.values_of(weights, index)
-            moments.compensation[index] = library_of(lost).where(abs(lost) < np.inf, lost, 0)
-        moments.mean[index], moments.squares[index], moments.last[index] = made.mean, made.squares, step
-        if exponents is not None:
-            jumps = np.where(made.changes != 0, made.jumps, 0)  # calls CuPy for CuPy's arrays
-            exponents[index] = _jumped(exponents[index], jumps, made.mean.dtype)
 
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
         """Add changes, rounded to integers of at most `MAX_JUMP`, to exponents, and convert a residual.
 
         The residual has the accumulator dtype. Values that would become infinite become the largest finite number.
         """
-        memory, index = self.memory_of(residual), changes.indices
-        xp, max_, old = library_of(memory), np.finfo(memory.dtype).max, exponents[index]
-        new = _jumped(old, xp.clip(xp.rint(changes.values), -MAX_JUMP, MAX_JUMP), memory.dtype)
-        converted = xp.clip(xp.ldexp(memory[index], old.astype(np.int32) - new), -max_, max_)
-        exponents[index] = new
-        memory[index] = converted
 
     def values_of(self, x: Tensor, index: Any) -> Array:
         """Return elements of a flat view of x in the accumulator dtype."""
         memory = self.memory_of(x)[index]
         return memory if x.dtype.itemsize > 2 else self.accumulate(self.as_tensor(memory, memory.shape, x.dtype), None)
-
-    def put(self, x: Tensor, index: Any, values: Array) -> None:
-        """Set elements of a flat view of x, rounded to nearest even to its dtype."""
-        memory = self.memory_of(x)
-        if x.dtype.itemsize == 2:
-            narrow = self.zeros(len(values), x.dtype.view)
-            self.cast_into(values, self.as_tensor(narrow, narrow.shape, x.dtype))
-            values = narrow
-        memory[index] = values
 
     # -- sparse vectors: lists of positions, indices and counts are on the host ---------------------------------------
 
@@ -417,17 +444,12 @@ class Backend:
         found: list[int] = xp.searchsorted(indices, xp.asarray(np.array(boundaries, indices.dtype))).tolist()
         return found
 
-    def split_at_indices(
-        self, entries: SparseVector, boundaries: list[int], positions: list[int] | None = None
-    ) -> list[SparseVector]:
-        """Return a flat vector for each range between two ascending boundaries. May share memory.
-
-        ``positions``: the result of `searchsorted`, if it is known.
-        """
+    def split_at_indices(self, entries: SparseVector, boundaries: list[int]) -> list[SparseVector]:
+        """Return a flat vector for each range between two ascending boundaries. May share memory."""
         ranges = list(pairwise(boundaries))
         if isinstance(entries, DenseSum):
             return [self.nonzeros(entries.dense[begin:end], (end - begin,)) for begin, end in ranges]
-        positions = positions or self.searchsorted(entries, boundaries)
+        positions = self.searchsorted(entries, boundaries)
         found = []
         for (begin, end), (first, last) in zip(ranges, pairwise(positions), strict=True):
             indices = self.empty(last - first, entries.indices)
@@ -484,9 +506,3 @@ class Backend:
         Raises:
             ValueError: ``data`` does not encode ``count`` entries.
         """
-
-
-def _jumped(exponents: Array, jumps: Array, real: Any) -> Array:
-    """Return exponents of units after jumps, clipped to valid exponents."""
-    new = library_of(jumps).clip(exponents.astype(np.int32) + jumps, 1, 2 * np.finfo(real).maxexp - 2)
-    return new.astype(exponents.dtype)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,12 +28,13 @@ from sparsecomm.errors import (
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
 from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer import Reducer
+from sparsecomm.reducer.bucket import Addition
 from sparsecomm.reducer.step import error_of
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
-from sparsecomm.tensors.interop import NamedTensors, TensorSpec, from_host, specs_of, to_host
+from sparsecomm.tensors.interop import NamedTensors, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
@@ -123,18 +124,40 @@ class GlobalParameters:
     # -- local parameters ---------------------------------------------------------------------------------------------
 
     @default_float_mode
-    def trained(self, name: str, local: interop.Tensor) -> bool:
-        """Return whether a local parameter differs, bit for bit, from what its last exchange left.
+    def trained(self, names: Iterable[str], parameters: Mapping[str, object]) -> set[str]:
+        """Return the names of local parameters that differ, bit for bit, from what their last exchange left.
 
-        It reads up to the block with the first difference. A parameter without elements counts as trained.
+        A parameter without elements counts as trained. On a CPU, this reads up to the block with the first difference.
         """
-        expected, memory = self._arrays[name], self._backends[local.device].memory_of(local)
-        begin, count, equal = 0, _FIRST_BLOCK, local.size > 0
-        while equal and begin < local.size:
-            block = slice(begin, begin + count)
-            equal = not (memory[block] != _rounded(expected[block], local.dtype)).any()
-            begin, count = begin + count, min(8 * count, _LARGEST_BLOCK)
-        return not equal and (name not in self.mixed or self.mixed[name] != _checksum([memory]))
+        differ: dict[str, Any] = {}
+        for name in names:
+            with self.on_stream(name, parameters[name]) as local:
+                expected, memory = self._arrays[name], self._backends[local.device].memory_of(local)
+                begin, count, equal = 0, _FIRST_BLOCK if local.device is interop.CPU else local.size, local.size > 0
+                while equal and begin < local.size:
+                    block = slice(begin, begin + count)
+                    differ[name] = (memory[block] != _rounded(expected[block], local.dtype)).any()
+                    equal = local.device is not interop.CPU or not differ[name]
+                    begin, count = begin + count, min(8 * count, _LARGEST_BLOCK)
+                if not local.size:
+                    differ[name] = np.True_
+        found = {name for name, some in self._read(differ).items() if some}
+        for name in found & self.mixed.keys():
+            with self.on_stream(name, parameters[name]) as local:
+                if self.mixed[name] == _checksum([self._backends[local.device].memory_of(local)]):
+                    found.discard(name)
+        return found
+
+    def _read(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Return numbers of arrays without axes, by name. The host waits once for each GPU."""
+        found: dict[str, Any] = {}
+        for device, timeline in self._timelines.items():
+            of_device = {n: scalar.reshape(1) for n, scalar in scalars.items() if self.specs[n].device == device}
+            if of_device:
+                with timeline.on_stream(None):
+                    numbers = library_of(next(iter(of_device.values()))).concatenate([*of_device.values()]).tolist()
+                found |= zip(of_device, numbers, strict=True)
+        return found
 
     @default_float_mode
     def difference(self, name: str, local: interop.Tensor) -> Array:
@@ -177,25 +200,34 @@ class GlobalParameters:
             parameter -= mean.dense if isinstance(mean, DenseSum) else mean
 
     @default_float_mode
-    def overflows(self, name: str, mean: SparseVector, largest: float, outer: NesterovSGD | None) -> Array:
-        """Return the indices at which an outer step would make a parameter or its velocity infinite. Nothing changes.
+    def overflows(
+        self, means: Mapping[str, SparseVector], largest: float, outer: NesterovSGD | None
+    ) -> dict[str, Array]:
+        """Return the indices at which an outer step would make a parameter or its velocity infinite, by name.
 
-        ``largest`` is an upper bound of magnitudes in ``mean``. Without ``outer``, the step subtracts the mean.
+        Names without such indices are missing. Nothing changes. ``largest`` is an upper bound of magnitudes in the
+        means. Without ``outer``, the step subtracts the mean.
         """
-        parameter, indices, limit = self._arrays[name], None, self._limits[name]
-        if outer is not None:
-            after = outer.preview(name, parameter, self.dense(name, mean))
-        elif not isinstance(mean, DenseSum):
-            indices = mean.indices
-            parameter = parameter[indices]
-            after = parameter - mean.values
-        else:
+        dense = [name for name, mean in means.items() if outer is None and isinstance(mean, DenseSum) and mean.size]
+        maxima = self._read({name: abs(self._arrays[name]).max() for name in self.on_streams(dense)})
+        bad, indices = dict[str, Array](), dict[str, Array]()
+        for name in self.on_streams(means):
+            parameter, mean, limit = self._arrays[name], means[name], self._limits[name]
             bound = min(limit, float(np.finfo(parameter.dtype).max)) * (1 - 1e-6)  # sums are rounded
-            if not parameter.size or float(abs(parameter).max()) + largest < bound:
-                return np.empty(0, np.int64)
-            after = parameter - mean.dense
-        bad = (~(abs(after) < limit) & (abs(parameter) < limit)).nonzero()[0]
-        return bad if indices is None else indices[bad]
+            if not parameter.size or (name in maxima and maxima[name] + largest < bound):
+                continue
+            if outer is not None:
+                after = outer.preview(name, parameter, self.dense(name, mean))
+            elif isinstance(mean, DenseSum):
+                after = parameter - mean.dense
+            else:
+                indices[name] = mean.indices
+                parameter = parameter[mean.indices]
+                after = parameter - mean.values
+            bad[name] = ~(abs(after) < limit) & (abs(parameter) < limit)
+        some = self._read({name: bad[name].any() for name in self.on_streams(bad)})
+        found = {name: bad[name].nonzero()[0] for name in self.on_streams([name for name in some if some[name]])}
+        return {name: indices[name][which] if name in indices else which for name, which in found.items()}
 
     def dense(self, name: str, entries: SparseVector | None) -> Array:
         """Return entries as a flat, dense array of the size of a global parameter; ``None``: zeros."""
@@ -350,11 +382,11 @@ class FragmentExchange:
 
     def push(self, parameters: Mapping[str, object]) -> None:
         """Push the pseudo-gradients, and begin the calls."""
-        shared = self._shared
-        for name in self.names:
-            if self._reducer.step == self._step and not self._reducer.pushed(name):
-                with shared.on_stream(name, parameters[name]) as local:
-                    self._push(name, parameters[name] if shared.trained(name, local) else self._unchanged(name))
+        open_ = self._reducer.step == self._step
+        names = [name for name in self.names if open_ and not self._reducer.pushed(name)]
+        trained = self._shared.trained(names, parameters)
+        for name in names:
+            self._push(name, parameters[name] if name in trained else self._unchanged(name))
         self._end_pushes()
 
     def push_residuals(self) -> None:
@@ -366,8 +398,7 @@ class FragmentExchange:
 
     def _push(self, name: str, after: object | None) -> None:
         """Push the global parameter minus the local one, ``after``; ``None``: there is no pseudo-gradient."""
-        before = self._shared[name]
-        self._reducer.push_with(name, after, lambda backend, x, *rest: backend.add_difference(before, x, *rest))
+        self._reducer.push_with(name, after, Addition(minuend=self._shared[name]))
 
     def _unchanged(self, name: str) -> Array | None:
         """Return the global parameter if the residual holds unsent training, otherwise ``None``.
@@ -418,9 +449,8 @@ class FragmentExchange:
         """Return whether all values stay finite in the outer step: see `Reducer.wait`."""
         shared, outer = self._shared, self._rules.outer
         nesterov = outer if isinstance(outer, NesterovSGD) else None
-        names = shared.on_streams([name for name in self.names if name in sums])
-        found = {name: shared.overflows(name, sums[name], largest, nesterov) for name in names}
-        self._overflows = {name: indices for name, indices in found.items() if len(indices)}
+        means = {name: sums[name] for name in self.names if name in sums}
+        self._overflows = shared.overflows(means, largest, nesterov)
         return not self._overflows
 
     def end_comparison(self) -> None:
@@ -489,19 +519,18 @@ class FragmentExchange:
     def _save_unsent(self, parameters: Mapping[str, object]) -> None:
         """Add this rank's training, which a late exchange does not contain, to the residuals."""
         shared = self._shared
-        for name in self.names:
+        names = [name for name in self.names if name not in self._was_trained]
+        trained = shared.trained(names, parameters)
+        for name in names:
             with shared.on_stream(name, parameters[name]) as local:
-                if name in self._was_trained:
-                    continue
-                trained = local.size > 0 and shared.trained(name, local)
-                if trained:
+                if local.size and name in trained:
                     residual = self._reducer.residual(name).reshape(-1)
                     decay = residual.dtype.type(self._rules.decay)  # by which the next exchange multiplies
                     unsent = shared.difference(name, local) / decay
                     if np.isfinite(unsent).all():
                         residual += unsent
                         shared.unsent.add(name)
-                self._was_trained[name] = trained
+                self._was_trained[name] = local.size > 0 and name in trained
 
     def _step_outer(self, names: list[str], parameters: Mapping[str, object]) -> None:
         """Update global parameters by the means."""

@@ -39,13 +39,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsecomm.backends import Backend, default_float_mode
-from sparsecomm.backends.adamw import OVERFLOWS, AdamWResult, Moments, unit_exponents, units
+from sparsecomm.backends.adamw import OVERFLOWS, AdamWPart, AdamWStep, Moments, unit_exponents, units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, listed, log
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import Bucket, Part
+from sparsecomm.reducer.bucket import Addition, Bucket, Part
 from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, SparseStep
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
@@ -65,7 +65,11 @@ _MAX_WAIT = 1 << 14  # maximum number of steps that a weight makes at once
 def coefficients(
     waited: Array, t: float, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """Return the six coefficients of `sparsecomm.backends.adamw.adamw_step`.
+    """Return the six coefficients c0 to c5 of AdamW's steps, element by element, in this form:
+
+        mean    = c0 * mean + c1 * gradient
+        squares = c2 * squares + c3 * gradient^2
+        weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
 
     Args:
         waited: the steps since the last update, at least 1.
@@ -123,14 +127,6 @@ class AdamWRule(NamedTuple):
         return np.stack(rows, axis=1).astype(dtype), self.eps * np.sqrt(_power(1 - self.betas[1], t)[1])
 
 
-class _Made(NamedTuple):
-    """The results of a step for a tensor's part at its owner."""
-
-    name: str
-    entries: SparseVector
-    results: AdamWResult
-
-
 @deferred
 class LazyAdamW:
     """This rank's moments of named weights, and steps by the rule above.
@@ -158,9 +154,9 @@ class LazyAdamW:
         self.new_moments = new_moments or self._new
         self.done: Step | None = None
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
-        self._weights: Mapping[str, object] = {}  # weights and rules of the open step
+        self._weights: Mapping[str, Tensor] = {}  # weights and rules of the open step
         self._rules: Mapping[str, AdamWRule] = {}
-        self._tables: dict[tuple[AdamWRule, str, int], tuple[Array, float]] = {}  # of the open step
+        self._tables: dict[tuple[AdamWRule, np.dtype[Any], int], tuple[Array, float]] = {}  # of the open step
         reducer.own(self)
         self.adopt({}, {})
 
@@ -168,7 +164,7 @@ class LazyAdamW:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
-        self._made: dict[Bucket, list[_Made]] = {}  # this rank's part of the open step
+        self._made: dict[Bucket, tuple[Sequence[Part], AdamWStep]] = {}  # this rank's parts of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
 
@@ -230,8 +226,7 @@ class LazyAdamW:
         """Begin a step, unless it has begun. If a check is due, compare weights and units between the ranks."""
         reducer = self._reducer
         if not reducer.pending:
-            for name, spec in self.specs.items():  # before this rank waits for others, which may refuse gradients
-                spec.tensor(weights[name], name)
+            tensors = self._tensors_of(weights)  # before this rank waits for others, which may refuse gradients
             reducer.check_weights(
                 self._check_every,
                 lambda: {**replicated, **{f"{name}.unit": reducer.exponents(name) for name in self.moments}},
@@ -239,7 +234,10 @@ class LazyAdamW:
             if reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
-            self._weights, self._rules, self._tables, self._made, self._outcomes = weights, rules, {}, {}, {}
+            self._weights, self._rules, self._tables, self._made, self._outcomes = tensors, rules, {}, {}, {}
+
+    def _tensors_of(self, weights: Mapping[str, object], writable: bool = False) -> dict[str, Tensor]:
+        return {name: spec.tensor(weights[name], name, writable=writable) for name, spec in self.specs.items()}
 
     def _label(self, rules: Mapping[str, AdamWRule]) -> Label:
         """Return the rules and the steps by name, which all ranks must share."""
@@ -270,10 +268,10 @@ class LazyAdamW:
         sizes = np.array([float(spec.size) for spec in specs])
         largest = np.array([float(np.finfo(spec.accumulator.accumulator).max) for spec in specs])
         squares = np.zeros(len(sizes) + 1)  # the last element: whether this rank has a gradient
-        for i, name in enumerate(names):
-            if gradients.get(name) is not None:
-                total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
-                squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
+        given = {name: gradients[name] for name in names if gradients.get(name) is not None}
+        for name, total in self._reducer.sums_of_squares(given).items():
+            i, scaled = names.index(name), total * scale**2
+            squares[i], squares[-1] = math.inf if scaled >= largest[i] else scaled, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
         label = Label.of(("call", f"first moments of AdamW for {listed(sorted(names), 3)}"), *shapes)
         call, means = self._reducer.opening_call("moments", partial(_dense_sum, squares, "mean", label))
@@ -302,74 +300,50 @@ class LazyAdamW:
 
         Pass ``None`` if the tensor has no gradient.
         """
-        factor, exponents = -scale if rule.maximize else scale, self._reducer.exponents(name)
-
-        def add(backend: Backend, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
-            return backend.add_quotient(x, exponents, factor, residual, if_finite)
-
-        self._reducer.push_with(name, gradient, add)
+        factor = -scale if rule.maximize else scale
+        self._reducer.push_with(name, gradient, Addition(factor, self._reducer.exponents(name)))
 
     # -- the owner's step: see `sparsecomm.reducer.owned.Owner` -------------------------------------------------------
 
-    def sparse_step(
-        self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
-    ) -> SparseStep:
-        made = [self._step(backend, bucket, part, entries) for part, entries in zip(parts, sums, strict=True)]
-        jumps = [each.results.jumps for each in made]
-        if any(each.results.overflows for each in made):
-            finite = all(backend.finite(backend.as_tensor(each.values, each.values.shape)) for each in sums)
-            overflows = [
-                (where == OVERFLOWS).astype(each.values.dtype) for where, each in zip(jumps, sums, strict=True)
-            ]
-            return SparseStep(overflows, [0 * each for each in jumps], OVERFLOW if finite else NOT_FINITE)
-        changes: Any = [each.results.changes for each in made]
-        if self._reducer.transport.size > 1:  # `store_adamw` needs no changes: free them early
-            made = [each._replace(results=each.results._replace(changes=None)) for each in made]
-        self._made[bucket] = made
-        return SparseStep(changes, jumps, FINE)
+    def sparse_step(self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: SparseVector) -> SparseStep:
+        alone = self._reducer.transport.size == 1
+        margin = 4 if bucket.owners > 1 else 0  # rounding changes an update by less
+        made = backend.adamw(self._parts(parts, self._weights), bucket.exponents, sums, margin, keep_changes=alone)
+        changes, jumps = made.changes, made.jumps
+        if made.overflows:
+            changes, jumps = (jumps == OVERFLOWS).astype(changes.dtype), 0 * jumps
+        else:  # keep only what `store_adamw` needs
+            self._made[bucket] = parts, made._replace(changes=changes[:0], jumps=jumps[:0])
+        return SparseStep(changes, jumps, FINE if not made.overflows else OVERFLOW if made.finite else NOT_FINITE)
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
     ) -> int:
-        if not backend.finite(backend.as_tensor(sums, sums.shape)):
-            return NOT_FINITE
-        made, verdict = [], FINE
-        for part in parts:
-            segment, weight = sums[part.offset : part.offset + part.end - part.begin], self._part_of(part)
-            if part.spec.name in without:
-                segment[:] = backend.values_of(weight, slice(None))
-                continue
-            new = self._step(backend, bucket, part, backend.nonzeros(segment, segment.shape))
-            rounded: Any = backend.nonzeros(new.results.weights, segment.shape)
-            if weight.dtype.itemsize == 2:
-                rounded = backend.rounded(rounded, weight.dtype)
-            segment[:] = rounded.dense
-            if new.results.overflows:
-                segment[new.results.jumps == OVERFLOWS], verdict = math.nan, OVERFLOW
-            made.append(new)
-        self._made[bucket] = made
-        return verdict
+        begin = parts[0].at
+        for spec, first, last, at in parts:
+            if spec.name in without:
+                weight = self._weights[spec.name].part(first, last)
+                sums[at - begin : at - begin + last - first] = backend.values_of(weight, slice(None))
+        parts = [part for part in parts if part.spec.name not in without]
+        made = backend.adamw_dense(self._parts(parts, self._weights), bucket.exponents, sums, begin)
+        self._made[bucket] = parts, made
+        return FINE if not made.overflows else OVERFLOW if made.finite else NOT_FINITE
 
     def decided(self, bucket: Bucket, outcome: Outcome) -> None:
         self._outcomes[bucket] = outcome
 
-    def _part_of(self, part: Part) -> Tensor:
-        """Return this rank's part of a weight in the open step."""
-        return part.spec.tensor(self._weights[part.spec.name], part.spec.name).part(part.begin, part.end)
-
-    def _step(self, backend: Backend, bucket: Bucket, part: Part, entries: SparseVector) -> _Made:
-        """Return the results of the open step for a part of a weight."""
-        spec, sparse = part.spec, not isinstance(entries, DenseSum)
-        name, rule, t = spec.name, self._rules[spec.name], self.steps[spec.name] + 1
-        key = rule, spec.accumulator.name, t
-        if key not in self._tables:
-            self._tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
-        (table, eps), exponents = self._tables[key], bucket.exponents_of[name][part.begin : part.end]
-        margin = 4 if sparse and bucket.owners > 1 else 0  # rounding changes an update by less
-        numbers = table, rule.eps, eps, t, sparse, margin
-        return _Made(
-            name, entries, backend.adamw(self._part_of(part), self.moments[name], exponents, entries, *numbers)
-        )
+    def _parts(self, parts: Sequence[Part], weights: Mapping[str, Tensor]) -> list[AdamWPart]:
+        """Return what a step of parts needs."""
+        found = []
+        for spec, begin, end, at in parts:
+            name, rule, real = spec.name, self._rules[spec.name], np.dtype(spec.accumulator.accumulator)
+            key = rule, real, self.steps[name] + 1
+            if key not in self._tables:
+                self._tables[key] = rule.table(key[2], real)
+            table, eps = self._tables[key]
+            weight = weights[name].part(begin, end)
+            found.append(AdamWPart(at, weight, self.moments[name], table, rule.eps, eps, key[2]))
+        return found
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -398,39 +372,35 @@ class LazyAdamW:
             self._pending.pop()
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
         self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
+        self._weights = {}
         self._reducer.release_memory()
 
     def _actions(self, weights: Mapping[str, object], done: Step) -> Iterator[Callable[[], None]]:
         """Return what changes weights, moments and units. Each action either succeeds, or changes nothing."""
-        alone = self._reducer.transport.size == 1
+        alone, tensors = self._reducer.transport.size == 1, self._tensors_of(weights, writable=True)
         for bucket, outcome in self._outcomes.items():
-            with bucket.on_stream(None):
-                positions = [] if alone else bucket.positions(outcome.result)  # once, because on a GPU the host waits
-            for i, spec in enumerate(() if alone else bucket.tensors):
-                if spec.name not in done.without_gradient:
-                    yield partial(self._add, bucket, i, weights[spec.name], outcome.result, positions)
-            for new in self._made.get(bucket, ()):
-                yield partial(self._keep, bucket, weights[new.name], new, alone)
+            if not alone:
+                yield partial(self._add, bucket, tensors, outcome.result, done.without_gradient)
+            if bucket in self._made:
+                yield partial(self._keep, bucket, tensors, alone)
             yield partial(self._change_units, bucket, outcome)
 
-    def _add(self, bucket: Bucket, i: int, weight: object, updates: SparseVector, positions: list[int]) -> None:
-        """Add the updates of the bucket's tensor number ``i`` to a weight, or set it to new values."""
-        spec = bucket.tensors[i]
-        t = spec.tensor(weight, spec.name, writable=True)
-        with bucket.on_stream(t):
-            update = bucket.entries_of(i, updates, positions)
-            if isinstance(update, DenseSum):
-                bucket.backend.cast_into(update.dense, t)
-            else:
-                bucket.backend.scatter_add(t, update)
+    def _add(
+        self, bucket: Bucket, weights: Mapping[str, Tensor], updates: SparseVector, without: Collection[str]
+    ) -> None:
+        """Add the updates of a bucket to its weights, or set them to new values."""
+        segments = bucket.segments({name: t for name, t in weights.items() if name not in without})
+        with bucket.on_stream(segments[0].tensor if segments else None):
+            apply = bucket.backend.write if isinstance(updates, DenseSum) else bucket.backend.add_entries
+            apply(segments, updates)
 
-    def _keep(self, bucket: Bucket, weight: object, new: _Made, write: bool) -> None:
-        """Store the new moments of this rank's part of a weight, and with ``write`` the new weights and units."""
-        name, entries, results = new
-        t = self.specs[name].tensor(weight, name, writable=True).part(*self.parts[name])
-        with bucket.on_stream(t):
-            units = bucket.exponents_of[name] if write and not isinstance(entries, DenseSum) else None
-            bucket.backend.store_adamw(t, self.moments[name], units, entries, results, self.steps[name] + 1, write)
+    def _keep(self, bucket: Bucket, weights: Mapping[str, Tensor], write: bool) -> None:
+        """Store the new moments of this rank's parts, and with ``write`` the new weights and units."""
+        owned, made = self._made[bucket]
+        parts = self._parts(owned, weights)
+        units = bucket.exponents if write and not isinstance(self._outcomes[bucket].result, DenseSum) else None
+        with bucket.on_stream(next((part.weights for part in parts), None)):
+            bucket.backend.store_adamw(parts, units, made, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Change the units of some weights, and convert their residuals. After a dense step, units lag."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import accumulate, compress, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import unit_dtype
+from sparsecomm.backends.base import Addend, Segment
 from sparsecomm.calls.collectives import SumCall
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import plan_costs
@@ -29,22 +30,29 @@ from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, library_of
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-# ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, adds a value computed from x, and
-# returns True. With ``if_finite`` and a value that is not finite, it changes nothing and returns False.
-Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
-
 _NARROW = FLOAT16, BFLOAT16
 _MIN_OWNED = 2048  # minimum elements of an owner; for fewer elements, fewer ranks own some
 _ABSENCE = 1 << 19  # round number of the exchange of absent gradients, above those of algorithms
 
 
+class Addition(NamedTuple):
+    """How a gradient is added to a residual: the other fields of `Addend`."""
+
+    scale: float = 1.0
+    exponents: Array | None = None
+    minuend: Array | None = None
+
+
+GRADIENT = Addition()
+
+
 class Part(NamedTuple):
-    """Elements ``begin`` to ``end`` of a tensor, at ``offset`` in the elements that an owner has."""
+    """Elements ``begin`` to ``end`` of a tensor, the first of them with index ``at`` in the bucket."""
 
     spec: TensorSpec
     begin: int
     end: int
-    offset: int
+    at: int
 
 
 class Bucket:
@@ -63,6 +71,7 @@ class Bucket:
         self.backend = backends.of(self.device)  # for all work outside calls
         self._timeline = self.backend.timeline()
         self._offsets = [0, *accumulate(spec.size for spec in tensors)]
+        self._begins = {spec.name: begin for spec, begin in zip(tensors, self._offsets, strict=False)}
         self.size = self._offsets[-1]
         self.nbytes = self.size * self.accumulator.itemsize
         self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)  # of the call's input
@@ -95,6 +104,8 @@ class Bucket:
         self.outs: dict[str, Tensor] = {}  # this step's outputs for sums by name
         self.last_gradient: Tensor | None = None  # that was taken in this step
         self._present: set[str] = set()  # names for which this rank has a gradient
+        self._taken: list[tuple[str, Addend]] = []  # names and what `add_taken` adds
+        self._flags: list[tuple[Sequence[str], Any]] = []  # names, and what `Backend.wait_for` needs
         self.nonfinite: set[str] = set()  # names whose gradients were dropped in this step, since they were not finite
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
@@ -110,52 +121,46 @@ class Bucket:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @default_float_mode
-    def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
-        """Add ``scale`` times a gradient to the residual; ``None``: this rank has none, and nothing changes.
+    def take(self, spec: TensorSpec, gradient: Tensor | None, how: Addition = GRADIENT) -> None:
+        """Take a gradient; ``None``: this rank has none, and nothing changes.
 
-        ``add`` adds a value computed from the gradient instead. Not supported with momentum or clipping.
+        `add_taken` adds it to the residual. On a CPU, this does so at once.
         """
         name = spec.name
         if gradient is not None:
-            if add is not None:
-                if spec.size:
-                    residual = self.backend.as_tensor(self.residuals[name], spec.shape)
-                    if not add(self.backend, gradient, residual, self.settings.decay, self.settings.skip_nonfinite):
-                        self.nonfinite.add(name)
-            elif self.settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
-                self.nonfinite.add(name)
-            elif spec.size:
-                self._add(spec, gradient, scale)
-            self._present.add(name)
+            last = self.last_gradient
+            if last is None or last.stream != gradient.stream:
+                self._timeline.join(last, gradient)
             self.last_gradient = gradient
+            if spec.size:
+                self._taken.append((name, Addend(self._begins[name], gradient, *how)))
+            self._present.add(name)
         self.missing.discard(name)
+        if self.device is CPU:
+            self.add_taken()
 
     @default_float_mode
-    def sum_of_squares(self, gradient: Tensor) -> float:
-        """Return the sum of the squares of a gradient's elements."""
-        g = self.backend.accumulate(gradient, None)
-        return float(library_of(g).multiply(g, g, dtype="f8").sum())  # squares may exceed float32
+    def add_taken(self) -> None:
+        """Add what was taken to the residual, with momentum through the velocity."""
+        s, velocity = self.settings, self._state[1] if self.settings.momentum else None
+        while self._taken:
+            names, addends = zip(*self._taken, strict=True)
+            arguments = self.residual, velocity, s.decay, s.momentum, s.skip_nonfinite
+            count, flags = self.backend.add_first(addends, *arguments)
+            if len(flags):
+                self._flags.append((names, flags))
+            del self._taken[:count]
 
-    def _add(self, spec: TensorSpec, gradient: Tensor, scale: float = 1.0) -> None:
-        """Add a gradient to its residual, with momentum through its velocity."""
-        name, backend = spec.name, self.backend
-        residual, velocity = self.residuals[name], self.velocities.get(name)
-        g = None
-        if velocity is not None or scale != 1.0:
-            g = backend.accumulate(gradient, None)
-            if scale != 1.0:
-                g *= scale
-        if self.settings.decay < 1:
-            residual *= self.settings.decay
-        if g is None:
-            backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
-        elif velocity is None:
-            residual += g
-        else:
-            velocity *= self.settings.momentum
-            velocity += g
-            residual += velocity
+    @default_float_mode
+    def sums_of_squares(self, gradients: Sequence[Tensor]) -> list[float]:
+        """Return the sums of the squares of gradients' elements. The host waits once."""
+        return self.backend.sums_of_squares(gradients)
+
+    @default_float_mode
+    def difference(self, spec: TensorSpec, minuend: Array, x: Tensor) -> Tensor:
+        """Return minuend - x in new memory."""
+        value = self.backend.accumulate(x, None)
+        return self.backend.as_tensor(library_of(value).subtract(minuend, value, out=value), spec.shape)
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -188,17 +193,27 @@ class Bucket:
 
         The residuals of these tensors are set aside until the next step begins, so the call does not send them.
         """
-        backend, chunks = plan.backend, plan.chunks
+        self.add_taken()
         residual = self.backend.as_tensor(self.residual, (self.size,))
         for name in self.absent():
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
                 self.residuals[name][:] = 0
-        if self.nonfinite:  # contribute one NaN, which all ranks will see, instead of the residual
-            poison = self._zeros()
-            self.views(poison)[min(self.nonfinite)][:1] = float("nan")
-            residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
-        return Contribution(backend, None, residual, self.shape, self.size, chunks)
+        return Contribution(plan.backend, None, residual, self.shape, self.size, plan.chunks, 1.0, self._poison)
+
+    def _poison(self, selected: Sequence[SparseVector]) -> Tensor | None:
+        """Return zeros and one NaN, which all ranks will see, if a gradient was not added because it is not finite.
+
+        The same wait finds the numbers of selected entries.
+        """
+        for names, flags in self._flags:
+            self.nonfinite |= {names[i] for i in self.backend.wait_for(selected, flags)}
+        self._flags = []
+        if not self.nonfinite:
+            return None
+        poison = self._zeros()
+        self.views(poison)[min(self.nonfinite)][:1] = float("nan")
+        return self.backend.as_tensor(poison, (self.size,))
 
     def nonfinite_names(self, taken: SparseVector | None) -> set[str]:
         """Return tensors whose gradients are not finite on this rank: those dropped, or the first of ``taken``."""
@@ -219,16 +234,20 @@ class Bucket:
         Tensors ``without_gradient`` have no gradient on any rank, and are skipped. ``narrow``: the dtypes of other
         ranks' 16-bit outputs, to which results without an output here are rounded.
         """
-        left = {}
-        for spec, part in zip(self.tensors, self.split(backend, result), strict=True):
-            if spec.name in without_gradient:
-                continue
-            if spec.name in self.outs:
-                backend.densify(self.outs[spec.name], part)
-            else:
+        outs = {n: t for n, t in self.outs.items() if n not in without_gradient}
+        backend.write(self.segments(outs), result)
+        if len(outs) + len(without_gradient) == len(self.tensors):
+            return {}
+        left, parts = {}, [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
+        for spec, part in zip(self.tensors, parts, strict=True):
+            if spec.name not in outs and spec.name not in without_gradient:
                 part.shape = spec.shape
                 left[spec.name] = backend.rounded(part, narrow[spec.name]) if spec.name in narrow else part
         return left
+
+    def segments(self, tensors: Mapping[str, Tensor]) -> list[Segment]:
+        """Return tensors by name in the order of their elements."""
+        return [Segment(self._begins[spec.name], tensors[spec.name]) for spec in self.tensors if spec.name in tensors]
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -259,29 +278,13 @@ class Bucket:
         for spec, (first, last) in zip(self.tensors, pairwise(self._offsets), strict=True):
             if first < end and begin < last:
                 low = max(begin, first)
-                found.append(Part(spec, low - first, min(end, last) - first, low - begin))
+                found.append(Part(spec, low - first, min(end, last) - first, low))
         return found
 
     def part(self, name: str, rank: int) -> tuple[int, int]:
         """Return the begin and the end of a rank's part of a tensor."""
         owned = {part.spec.name: (part.begin, part.end) for part in self.parts(rank)}
         return owned.get(name, (0, 0))
-
-    def split(self, backend: Backend, entries: SparseVector) -> list[SparseVector]:
-        """Return the entries of each tensor, as flat vectors."""
-        return [entries] if len(self.tensors) == 1 else backend.split_at_indices(entries, self._offsets)
-
-    def positions(self, entries: SparseVector) -> list[int]:
-        """Return where the entries of each tensor begin, and where the last ones end; empty if that is not needed."""
-        needed = len(self.tensors) > 1 and not isinstance(entries, DenseSum)
-        return self.backend.searchsorted(entries, self._offsets) if needed else []
-
-    def entries_of(self, i: int, entries: SparseVector, positions: list[int]) -> SparseVector:
-        """Return what `split` returns for tensor number ``i``. ``positions``: of the entries."""
-        if len(self.tensors) == 1:
-            return entries
-        which = slice(i, i + 2)
-        return self.backend.split_at_indices(entries, self._offsets[which], positions[which])[0]
 
     def _zeros(self) -> Array:
         return self.backend.zeros(self.size, self.accumulator.accumulator)
@@ -368,7 +371,7 @@ class BucketCall(SumCall):
             return
         with bucket.on_stream(bucket.last_gradient):
             self.contribution.backend = bucket.backend  # another call may use the queue's backend now
-            with bucket.backend.side_stream():
+            with bucket.backend.side_stream(wait=False):  # in whose memory the entries are
                 super().settle(usable=usable)
                 if usable:
                     self._mask(result)

@@ -31,15 +31,13 @@ FINE, OVERFLOW, NOT_FINITE = range(3)  # verdicts of an owner: the updates are u
 class Owner(Protocol):
     """Makes an optimizer's step with sums of gradients, for the elements that this rank owns."""
 
-    def sparse_step(
-        self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Sequence[SparseVector]
-    ) -> SparseStep:
-        """Make the step, without changing any state yet. ``sums``: of each part, with indices in the part."""
+    def sparse_step(self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: SparseVector) -> SparseStep:
+        """Make the step, without changing any state yet. ``sums``: of the parts, with indices in the bucket."""
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
     ) -> int:
-        """Make the step, and replace ``sums``, the concatenated parts, by new weights. Return a verdict.
+        """Make the step, and replace ``sums``, of all elements of the parts, by new weights. Return a verdict.
 
         ``without``: tensors without a gradient on any rank. Their weights do not change. If the verdict is `OVERFLOW`,
         elements that overflow become NaN instead.
@@ -53,14 +51,14 @@ class SparseStep(NamedTuple):
     """A step of an owner.
 
     Attributes:
-        changes: what all ranks add to the weights, before it is rounded: an array for each part, with an element for
-            each of its sums. If the verdict is `OVERFLOW`, 1 for sums that overflow instead, and 0 for others.
-        jumps: int8, of the same shapes: changes of the exponents of units.
+        changes: what all ranks add to the weights, before it is rounded: an element for each sum. If the verdict is
+            `OVERFLOW`, 1 for sums that overflow instead, and 0 for others.
+        jumps: int8, of the same shape: changes of the exponents of units.
         verdict: `FINE`, or why no rank may apply the step.
     """
 
-    changes: list[Array]
-    jumps: list[Array]
+    changes: Array
+    jumps: Array
     verdict: int
 
 
@@ -107,20 +105,21 @@ class OwnedCall(BucketCall):
         """Send each owner this rank's largest entries, and receive updates. Two trips."""
         comm, gradient, bucket, backend, k = self.comm, self.contribution, self._bucket, self.plan.backend, self.plan.k
         if comm.size == 1:
-            return self._step(comm, gradient.topk(k), 0, bucket.size)
+            return self._step(comm, gradient.topk(k), 0)
         owned = ranges(bucket.size, max(k, bucket.owners), bucket.owners)
         sums = sums_of_owner(comm, gradient, owned)
         comm = comm.subgroup(range(comm.size), 1, wire=format_of_updates(self.plan.choice.wire))
         made = Outcome(sums.part(0, 0), sums.part(0, 0), FINE)
         if comm.rank < bucket.owners:
-            begin, end, _ = owned[comm.rank]
-            made = self._step(comm, backend.divide(sums, comm.size) if self.plan.mean else sums, begin, end)
+            begin = owned[comm.rank][0]
+            made = self._step(comm, backend.divide(sums, comm.size) if self.plan.mean else sums, begin)
         own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in owned]
-        found = []
-        gathered = gather_parcels(comm, own, ROUNDS, within)
+        gathered, found = gather_parcels(comm, own, ROUNDS, within)[: len(owned)], []
+        lasts = [changes.indices[-1:] for (_, changes), _ in gathered]
+        last = iter(library_of(sums.values).concatenate(lasts).tolist())  # on a GPU, the host waits once
         for owner, ((updates, changes), words), (begin, _, count) in zip(range(comm.size), gathered, owned):  # noqa: B905
             (verdict,), positions = comm.checked_words(owner, words, 1), changes.indices - begin
-            if updates.nnz > count or (changes.nnz and int(positions[-1]) >= updates.nnz):
+            if updates.nnz > count or (changes.nnz and next(last) - begin >= updates.nnz):
                 seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {count}"
                 raise comm.broken(owner, seen)
             found.append(Outcome(updates, _at(changes, updates.indices[positions]), verdict))
@@ -129,28 +128,27 @@ class OwnedCall(BucketCall):
         updates, changes = (backend.concatenate_entries([*vectors]) for vectors in zip(*parts, strict=True))
         return Outcome(updates, changes, verdict)
 
-    def _step(self, comm: Communicator, sums: SparseVector, begin: int, end: int) -> Outcome:
-        """Make the owner's step for elements ``begin`` to ``end``, and round the updates to the format of ``comm``."""
+    def _step(self, comm: Communicator, sums: SparseVector, begin: int) -> Outcome:
+        """Make the owner's step for elements from ``begin`` on, and round the updates to the format of ``comm``."""
         bucket, backend, xp = self._bucket, self.plan.backend, library_of(sums.values)
-        parts = bucket.parts(comm.rank)
-        bounds = [begin + part.offset for part in parts] + [end]
-        step = self._owner.sparse_step(backend, bucket, parts, backend.split_at_indices(sums, bounds))
-        values = xp.concatenate(step.changes)
-        exact = SparseVector.trusted(sums.indices, values, sums.size, sums.shape)
-        changed = backend.not_zero(values)
+        step = self._owner.sparse_step(backend, bucket, bucket.parts(comm.rank), sums)
+        exact = SparseVector.trusted(sums.indices, step.changes, sums.size, sums.shape)
+        if comm.size == 1 and step.verdict == FINE:
+            return Outcome(exact, exact.part(0, 0), FINE)  # nobody needs the updates
+        changed = backend.not_zero(step.changes)
         nonzero = None if changed.all() else xp.flatnonzero(changed)
         if nonzero is not None:
             exact = exact.at(nonzero)
         if comm.size == 1:
             return Outcome(exact, exact.part(0, 0), step.verdict)
-        updates, jumps = comm.quantized(exact, _Kept()), xp.concatenate(step.jumps)
+        updates, jumps = comm.quantized(exact, _Kept()), step.jumps
         if nonzero is not None:
             jumps = jumps[nonzero]
         if updates.nnz < exact.nnz:
             jumps = jumps[xp.searchsorted(exact.indices, updates.indices)]
         # Positions among the updates take fewer bits than indices.
         positions = xp.flatnonzero(jumps)
-        jumps, indices = jumps[positions].astype(values.dtype), (positions + begin).astype(sums.indices.dtype)
+        jumps, indices = jumps[positions].astype(exact.values.dtype), (positions + begin).astype(sums.indices.dtype)
         changes = SparseVector.trusted(indices, jumps, sums.size, sums.shape)
         return Outcome(updates, comm.quantized(changes, _Kept()), step.verdict)
 
@@ -175,7 +173,8 @@ class OwnedCall(BucketCall):
             for rank, received in enumerate(gathered):
                 if rank != comm.rank:
                     segments[rank][:] = received[:-1]
-            verdict = max(int(received[-1]) for received in gathered)
+            verdicts = library_of(own).concatenate([received[-1:] for received in gathered])
+            verdict = int(verdicts.max())  # on a GPU, the host waits once
         none = backend.nonzeros(backend.zeros(0, total.dtype), (0,))
         return Outcome(backend.nonzeros(total, self.contribution.shape), none, verdict)
 

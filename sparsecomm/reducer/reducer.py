@@ -17,7 +17,7 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed, log
-from sparsecomm.reducer.bucket import Add, Bucket
+from sparsecomm.reducer.bucket import GRADIENT, Addition, Bucket
 from sparsecomm.reducer.connection import Buckets, Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
@@ -249,24 +249,18 @@ class Reducer:
             self._open.take(spec, t, into)
             self._open.start_ready()
 
-    def push_with(self, name: str, x: object, add: Add) -> None:
-        """Push a value that ``add`` computes from ``x``, as in `push`. The sum is in `Step.left`.
+    def push_with(self, name: str, x: object, how: Addition = GRADIENT) -> None:
+        """Push a value that is computed from ``x`` when it is added to the residual. The sum is in `Step.left`.
 
-        The value is added to the residual at once, so ``x`` may be changed afterwards. With momentum or clipping it is
-        computed into new memory.
+        Do not change ``x`` until `wait` returns, or the call of the bucket has begun, as `start_ready` begins it.
         """
         with self._lock:
-            spec, s = self._begin_push(name), self._settings
+            spec, bucket = self._begin_push(name), self._connection.buckets.by_name[name]
             t = None if x is None else spec.tensor(x, f"{self._prefix}{name}")
-            if t is not None and (s.momentum or s.clip is not None):
-                bucket = self._connection.buckets.by_name[name]
+            if t is not None and how.minuend is not None and self._settings.clip is not None:
                 with bucket.on_stream(t):
-                    zeros = bucket.backend.zeros(spec.size, spec.accumulator.accumulator)
-                    value = bucket.backend.as_tensor(zeros, spec.shape)
-                    add(bucket.backend, t, value, 1.0, False)
-                self._open.take(spec, value)
-            else:
-                self._open.take(spec, t, add=add)
+                    t, how = bucket.difference(spec, how.minuend, t), GRADIENT
+            self._open.take(spec, t, how=how)
             self._open.start_ready()
 
     def pushed(self, name: str) -> bool:
@@ -505,14 +499,17 @@ class Reducer:
                 for name in selected:
                     self._connection.buckets.by_name[name].discard(name)
 
-    def sum_of_squares(self, name: str, gradient: object) -> float:
-        """Return the sum of the squares of this rank's gradient."""
+    def sums_of_squares(self, gradients: Mapping[str, object]) -> dict[str, float]:
+        """Return the sums of the squares of this rank's gradients by name. The host waits once for each bucket."""
         with self._lock:
-            spec = self._spec(name)
             self._connect()
-            t, bucket = spec.tensor(gradient, f"{self._prefix}{name}"), self._connection.buckets.by_name[name]
-            with bucket.on_stream(t):
-                return bucket.sum_of_squares(t)
+            tensors = {n: self._spec(n).tensor(g, f"{self._prefix}{n}") for n, g in gradients.items()}
+            found: dict[str, float] = {}
+            for bucket in self._connection.buckets.all:
+                of_bucket = {spec.name: tensors[spec.name] for spec in bucket.tensors if spec.name in tensors}
+                with bucket.on_stream(next(iter(of_bucket.values()), None)):
+                    found |= zip(of_bucket, bucket.sums_of_squares([*of_bucket.values()]), strict=True)
+            return found
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import numpy as np
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.errors import listed
-from sparsecomm.reducer.bucket import Add, Bucket, BucketCall
+from sparsecomm.reducer.bucket import GRADIENT, Addition, Bucket, BucketCall
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.owned import OwnedCall
@@ -100,17 +100,18 @@ class OpenStep:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, add: Add | None = None) -> None:
+    def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, how: Addition = GRADIENT) -> None:
         """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
         name, bucket, start = spec.name, self._connection.buckets.by_name[spec.name], time.perf_counter()
-        with bucket.on_stream(t):
-            if self.first_gradients is not None and t is not None and 0 < bucket.backend.largest(t) < math.inf:
-                self.first_gradients[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
-            if not self._clips:
-                bucket.take(spec, t, add=add)
-            self.pushed[name] = t
-            if out is not None:
-                bucket.outs[name] = out
+        if self.first_gradients is not None and t is not None:
+            with bucket.on_stream(t):
+                if 0 < bucket.backend.largest(t) < math.inf:
+                    self.first_gradients[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
+        if not self._clips:
+            bucket.take(spec, t, how)
+        self.pushed[name] = t
+        if out is not None:
+            bucket.outs[name] = out
         self._counters.accumulate += time.perf_counter() - start
 
     def take_rest(self) -> None:
@@ -122,10 +123,11 @@ class OpenStep:
     def _add_clipped(self) -> None:
         """Clip and add all gradients of this step. After an interrupt, add the rest."""
         s, by_name, squares, start = self._settings, self._connection.buckets.by_name, 0.0, time.perf_counter()
-        for name, t in self.pushed.items():
-            if t is not None and t.size:
-                with by_name[name].on_stream(t):
-                    squares += by_name[name].sum_of_squares(t)
+        for bucket in self._buckets:
+            gradients = [t for spec in bucket.tensors if (t := self.pushed.get(spec.name)) is not None]
+            if gradients:
+                with bucket.on_stream(gradients[-1]):
+                    squares += sum(bucket.sums_of_squares(gradients))
         assert s.clip is not None
         P, norm, factor = self._transport.size, math.sqrt(squares), 1.0
         max_norm = s.clip * (1 / math.sqrt(P) if s.options.op == "sum" else math.sqrt(P))
@@ -133,8 +135,7 @@ class OpenStep:
             factor = max_norm / norm
         for name, t in self.pushed.items():
             if name in by_name[name].missing:
-                with by_name[name].on_stream(t):
-                    by_name[name].take(self._specs[name], t, scale=factor)
+                by_name[name].take(self._specs[name], t, Addition(factor))
         self._counters.accumulate += time.perf_counter() - start
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -203,6 +204,9 @@ class OpenStep:
         self.take_rest()
         if self._clips:
             self._add_clipped()
+        for bucket in self._buckets:
+            with bucket.on_stream(bucket.last_gradient):
+                bucket.add_taken()
         self.settle()
 
 

@@ -21,7 +21,7 @@ _METHODS = {
     "entries_at nth_keys split_by_key values_at",
     "code": "quantize remainder pack unpack",
     "take-back": "scatter_add scatter_add_where add_into cast_into",  # `cast_into` also sets a residual to zero
-    "densify": "densify rounded",
+    "densify": "densify write rounded",
 }
 PARTS = tuple(_METHODS)
 PART_OF = {name: part for part, names in _METHODS.items() for name in names.split()}

@@ -1,11 +1,13 @@
-"""AdamW on some weights: quotients into residuals, and as many steps at each entry as it waited for."""
+"""AdamW on some weights: as many steps at each entry as it waited for, and changes of units."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS, Moments, unit_dtype, unit_exponents, units
+from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS, AdamWPart, Moments, unit_dtype, unit_exponents, units
 from tests import data, reference
 from tests.backends.devices import Device
 
@@ -48,64 +50,46 @@ def test_units_are_powers_of_two(real: type[np.floating]) -> None:
         assert data.same_bits(units(exponents, real), powers(exponents, real))
 
 
-@pytest.mark.parametrize("dtype", data.DTYPES)
-@pytest.mark.parametrize("if_finite", [False, True])
-def test_add_quotient(device: Device, dtype: str, if_finite: bool) -> None:
-    """Each operation is rounded; where a quotient is not finite all of it is added, or nothing."""
-    real = carried_by(dtype)
-    for n, scale in ((0, 1.0), (1, 0.5), (5000, 1.0), (70_001, 1 / 3)):
-        x, r = data.gradient("normal", n, dtype), data.gradient("normal", n, real.__name__, 1)
-        exponents = exponents_of(n, real, n)
-        for bad in (None, np.nan, np.inf, "overflow") if n else (None,):
-            if bad == "overflow":
-                x[n // 3], exponents[n // 3] = (6e4 if dtype == "float16" else 3e38), 1
-            elif bad is not None:
-                x[n // 3] = bad
-            with np.errstate(all="ignore"):
-                quotient = real(scale) * reference.widened(x) / powers(exponents, real)
-                expected = r + quotient
-            added = not if_finite or bool(np.isfinite(quotient).all())
-            assert added or bad is not None
-            kept, before = r.copy(), x.copy()
-            with np.errstate(all="ignore"):
-                arguments = device.tensor(x), device.array(exponents), scale, device.tensor(kept), if_finite
-                assert device.backend.add_quotient(*arguments) is added
-            device.wait()
-            np.testing.assert_array_equal(kept, expected if added else r)
-            assert data.same_bits(x, before)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0, "dense"])
-def test_adamw(device: Device, dtype: str, density: float | str) -> None:
-    """Against the rule, weight by weight. `adamw` changes no argument, and `store_adamw` only weights with an entry.
+@pytest.mark.parametrize("number", [1, 3])
+def test_adamw(device: Device, dtype: str, density: float | str, number: int) -> None:
+    """Against the rule, weight by weight, for parts of one tensor or several.
 
-    A dense sum has an entry for all weights. Some weights and moments overflow, or are not finite from the beginning.
+    A step changes no argument, and `store_adamw` only weights with an entry. A dense sum has an entry for all weights,
+    and is replaced by weights. Some weights and moments overflow, or are not finite from the beginning.
     """
-    real, rng, backend = carried_by(dtype), np.random.default_rng(3), device.backend
-    unit_eps, eps, largest = real(EPS), real(EPS / 3), np.finfo(real).max
-    huge = {"float16": 65504, "float64": largest}.get(dtype, 3.38e38)
+    real, rng, backend, dense = carried_by(dtype), np.random.default_rng(3), device.backend, density == "dense"
+    unit_eps, largest = real(EPS), np.finfo(real).max
     for n, step, rows in ((1, 1, 2), (700, 5, 6), (3001, 40, 16), (3001, 2**31 - 1, 3)):
-        chosen = np.flatnonzero(rng.random(n) < (1 if density == "dense" else density)).astype(np.int32)
+        before_all, bounds = 50, [n * i // number for i in range(number + 1)]  # elements of the bucket before the parts
+        chosen = np.flatnonzero(rng.random(n) < (1 if dense else density)).astype(np.int32)
         values = rng.standard_normal(len(chosen)).astype(real)
-        if density == "dense":
-            values[rng.random(n) < 0.2] = 0
-        x, margin, with_changes, write = data.gradient("normal", n, dtype, 4), 4 * (n % 2), step < 9, step != 40
-        mean, exponents = data.gradient("normal", n, real.__name__, 5), exponents_of(n, real, 7)
+        margin, keep_changes, write = 0 if dense else 4 * (n % 2), step < 9, step != 40
+        exponents = exponents_of(before_all + n, real, 7)
+        x, mean = data.gradient("normal", n, dtype, 4), data.gradient("normal", n, real.__name__, 5)
         squares = np.square(powers(exponents_of(n, real, 6), real) * real(1.3))
+        huge = {"float16": 65504, "float64": largest}.get(dtype, 3.38e38)
+        if dense:
+            values[rng.random(n) < 0.2] = 0
         for array, value in ((squares, 0), (squares, largest), (mean, np.inf), (x, np.inf), (x, huge)):
             array[rng.random(n) < 0.05] = value
         last = rng.integers(max(0, step - 30), step, n).astype(np.int32)
         last[rng.random(n) < 0.1] = 0
-        table = rng.random((rows, 6)).astype(real) * real(1.1)
         lost = None if n == 700 else data.gradient("normal", n, real.__name__, 8) * real(0.01)
+        tables = [rng.random((rows + i, 6)).astype(real) * real(1.1) for i in range(number)]
+        epsilons = [real(EPS / (3 + i)) for i in range(number)]
+        part_of = np.searchsorted(bounds, np.arange(n), "right") - 1
 
-        rule, wanted = table[np.minimum(step - last, rows - 1)][chosen], [each[chosen] for each in (mean, squares)]
-        unit, before = powers(exponents, real)[chosen], reference.widened(x)[chosen]
+        passed = [min(step - int(last[i]), len(tables[part_of[i]]) - 1) for i in chosen]
+        rule = np.array([tables[part_of[i]][wait] for i, wait in zip(chosen, passed, strict=True)], real).reshape(-1, 6)
+        eps = np.array([epsilons[part_of[i]] for i in chosen], real)
+        unit, before = powers(exponents[before_all:], real)[chosen], reference.widened(x)[chosen]
         with np.errstate(all="ignore"):
             g = values * unit
-            m, v = rule[:, 0] * wanted[0] + rule[:, 1] * g, rule[:, 2] * wanted[1] + rule[:, 3] * (g * g)
+            m = rule[:, 0] * mean[chosen] + rule[:, 1] * g
+            v = rule[:, 2] * squares[chosen] + rule[:, 3] * (g * g)
             w = rule[:, 5] * (before if lost is None else before + lost[chosen]) - rule[:, 4] * (m / (np.sqrt(v) + eps))
             change, root = w - before, np.sqrt(v) + unit_eps
             up, down = (np.frexp(root * real(each))[1] - np.frexp(unit)[1] for each in (0.75, 1.5))
@@ -117,28 +101,35 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
         arrays = x, mean, squares, last, exponents
         kept = None if lost is None else lost.copy()
         theirs = [None if each is None else device.array(each) for each in (mean, squares, last, kept)]
-        if density == "dense":
-            means = backend.nonzeros(device.array(values), (n,))
-        else:
-            means = device.entries(chosen, values, n)
         copies = [array.copy() for array in arrays]
-        moments, to = Moments(*theirs), device.tensor(x)
-        found = backend.adamw(
-            to, moments, device.array(exponents), means, table, unit_eps, eps, step, with_changes, margin
-        )
+        to, units, parts = device.tensor(x), device.array(exponents), []
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            moments = Moments(*(None if each is None else each[begin:end] for each in theirs))
+            numbers = tables[i], unit_eps, epsilons[i], step
+            parts.append(AdamWPart(before_all + begin, to.part(begin, end), moments, *numbers))
+        if dense:
+            sums = device.array(values)
+            found = backend.adamw_dense(parts, units, sums, before_all)
+        else:
+            entries = device.entries(chosen + np.int32(before_all), values, before_all + n)
+            found = backend.adamw(parts, units, entries, margin, keep_changes)
         device.wait()
-        for ours, theirs in zip((w, m, v, change if with_changes else None, jumps), found[:-1], strict=True):
-            assert (ours is None and theirs is None) or same(np.asarray(theirs), ours)
-        assert found.overflows == (jumps == OVERFLOWS).sum()
+        if dense:
+            with np.errstate(all="ignore"):
+                rounded = reference.widened(w.astype(x.dtype))
+            assert same(np.asarray(sums), np.where(jumps == OVERFLOWS, real(np.nan), rounded))
+        else:
+            assert same(np.asarray(found.changes), change)
+            assert same(np.asarray(found.jumps), jumps)
+        assert (found.overflows, found.finite) == (bool((jumps == OVERFLOWS).any()), True)
         assert all(data.same_bits(array, copied) for array, copied in zip(arrays, copies, strict=True))
 
-        units = device.array(exponents) if with_changes else None
-        backend.store_adamw(to, moments, units, means, found, step, write)
+        backend.store_adamw(parts, units if keep_changes and not dense else None, found, write)
         device.wait()
-        if units is not None:
-            moved = copies[4][chosen] + np.where(change != 0, jumps, 0).astype(np.int64)
-            copies[4][chosen] = np.clip(moved, 1, 2 * bias(real))
-            assert data.same_bits(np.asarray(units), copies[4])
+        if keep_changes and not dense:
+            moved = copies[4][before_all + chosen] + np.where(change != 0, jumps, 0).astype(np.int64)
+            copies[4][before_all + chosen] = np.clip(moved, 1, 2 * bias(real))
+        assert data.same_bits(np.asarray(units), copies[4])
         with np.errstate(all="ignore"):
             copies[0][chosen] = w.astype(x.dtype) if write else x[chosen]
             rest = w - reference.widened(copies[0])[chosen]
@@ -146,9 +137,24 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
             array[chosen] = new
         if lost is not None:
             lost[chosen] = np.where(np.isfinite(rest), rest, 0)
-            assert same(np.asarray(moments.compensation), lost)
-        for ours, theirs in zip(copies[:4], (x, *moments[:3]), strict=True):
-            assert same(np.asarray(theirs), ours)
+            assert same(np.asarray(theirs[3]), lost)
+        for ours, array in zip(copies[:4], (x, *theirs[:3]), strict=True):
+            assert same(np.asarray(array), ours)
+
+
+def test_a_sum_that_is_not_finite_is_reported(device: Device) -> None:
+    n = 500
+    x, ones, last = np.ones(n, np.float32), np.ones(n, np.float32), np.zeros(n, np.int32)
+    moments = Moments(device.array(ones), device.array(ones), device.array(last), None)
+    table = np.full((2, 6), 0.5, np.float32)
+    for bad in (1.0, np.inf, np.nan):
+        sums = np.ones(n, np.float32)
+        sums[n // 2] = bad
+        parts = [AdamWPart(0, device.tensor(x), moments, table, EPS, EPS, 1)]
+        units, indices = device.array(np.full(n, 127, np.uint8)), np.arange(n, dtype=np.int32)
+        made = [device.backend.adamw(parts, units, device.entries(indices, sums, n), 4, True)]
+        made.append(device.backend.adamw_dense(parts, units, device.array(sums), 0))
+        assert [(step.overflows, step.finite) for step in made] == 2 * [(bad != 1, bad == 1)]
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
@@ -177,20 +183,11 @@ def test_change_units(device: Device, real: type[np.floating]) -> None:
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
-def test_put_and_values_of(device: Device, dtype: str) -> None:
-    """Some elements of a tensor or all, rounded to nearest even to its dtype."""
-    real, n = carried_by(dtype), 1000
-    index = np.flatnonzero(np.random.default_rng(1).random(n) < 0.3)
+def test_values_of(device: Device, dtype: str) -> None:
+    """Some elements of a tensor or all."""
+    n = 1000
+    index, x = np.flatnonzero(np.random.default_rng(1).random(n) < 0.3), data.gradient("normal", n, dtype, 2)
     for where in (slice(None), device.array(index)):
-        x, values = data.gradient("normal", n, dtype, 2), data.gradient("normal", n, real.__name__, 3)
-        values[:3] = np.inf, 1 + 2.0**-9, 1e-30
-        at = where if isinstance(where, slice) else index
-        expected, new = x.copy(), values[at]
-        with np.errstate(over="ignore"):
-            expected[at] = new.astype(expected.dtype)
-        device.backend.put(device.tensor(x), where, device.array(new))
-        device.wait()
-        assert data.same_bits(x, expected)
         found = device.backend.values_of(device.tensor(x), where)
         device.wait()
-        assert data.same_bits(np.asarray(found), reference.widened(expected)[at])
+        assert data.same_bits(np.asarray(found), reference.widened(x)[where if isinstance(where, slice) else index])

@@ -159,31 +159,6 @@ def test_add_into(device: Device, dtype: str, residual_dtype: str | None) -> Non
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
-@pytest.mark.parametrize("if_finite", [False, True])
-def test_add_difference(device: Device, dtype: str, if_finite: bool) -> None:
-    """Each operation is rounded; where a difference is not finite all of it is added, or nothing."""
-    carried = reference.widened(np.zeros(1, data.DTYPES[dtype])).dtype.type
-    largest = np.finfo(carried).max
-    for n, kind, decay in ((0, "normal", 0.8), (1, "normal", 1.0), (5000, "normal", 0.8), (70_001, "denormals", 0.3)):
-        x, r = data.gradient(kind, n, dtype), data.gradient(kind, n, carried.__name__, 1)
-        minuend = data.gradient(kind, n, carried.__name__, 2)
-        for bad in (None, np.nan, np.inf, largest) if n else (None,):
-            if bad is not None:
-                minuend[n // 3] = bad
-                x[n // 3] = -3e38 if dtype == "bfloat16" else -np.finfo(x.dtype).max if bad == largest else 1
-            with np.errstate(all="ignore"):
-                difference = minuend - reference.widened(x)
-                expected = carried(decay) * r + difference
-            added = not if_finite or bool(np.isfinite(difference).all())
-            kept, before = r.copy(), x.copy()
-            arguments = device.array(minuend), device.tensor(x), device.tensor(kept), decay, if_finite
-            assert device.backend.add_difference(*arguments) is added
-            device.wait()
-            np.testing.assert_array_equal(kept, expected if added else r)
-            assert data.same_bits(x, before)
-
-
-@pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 def test_mixed(device: Device, dtype: str, weight: float) -> None:
     for n in (0, 1, 5000):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.backends import CpuBackend, _cpu
-from sparsecomm.backends.adamw import Moments, unit_exponents
+from sparsecomm.backends import CpuBackend, _cpu, default_float_mode
+from sparsecomm.backends.adamw import AdamWPart, Moments, unit_exponents
+from sparsecomm.backends.base import Addend
 from sparsecomm.backends.keys import split_by_key
 from sparsecomm.tensors import interop, kinds
 from sparsecomm.transport import simulated
@@ -69,16 +70,23 @@ def everything(dtype: str, n: int) -> list[Any]:
     mixed = x.copy()
     backend.mix_into(interop.tensor(mixed, "mixed", writable=True), widened, 0.3)
     found.append(mixed)
-    backend.add_difference(widened[::-1].copy(), t, backend.as_tensor(sums, (n,)), 0.3, True)
     magnitudes = np.copysign(widened, 1)
     exponents = unit_exponents(np, magnitudes, magnitudes.dtype.type(1e-8))
-    backend.add_quotient(t, exponents, 1 / 3, backend.as_tensor(sums, (n,)), True)
+    ways: list[dict[str, Any]] = [
+        {"minuend": widened[::-1].copy()},
+        {"scale": 1 / 3, "exponents": exponents},
+        {"scale": 1 / 3},
+    ]
+    for how in ways:
+        default_float_mode(backend.add_first)([Addend(0, t, **how)], sums, None, 0.3, 0.0, True)
+    found.append(default_float_mode(backend.sums_of_squares)([t]))
     arrays = widened.copy(), magnitudes.copy(), np.arange(n, dtype=np.int32), sums.copy()
     moments, updated = Moments(*arrays), interop.tensor(x.copy(), "updated", writable=True)
     table = (np.arange(60) / 64).astype(widened.dtype).reshape(10, 6)
-    made = backend.adamw(updated, moments, exponents, a, table, 1e-8, 1e-8, n, True, 4)
-    backend.store_adamw(updated, moments, exponents, a, made, n, True)
-    found += [*made[:-1], *moments, exponents, backend.memory_of(updated).copy()]
+    parts = [AdamWPart(0, updated, moments, table, 1e-8, 1e-8, n)]
+    made = backend.adamw(parts, exponents, a, 4, True)
+    backend.store_adamw(parts, exponents, made, True)
+    found += [made.changes, made.jumps, *moments, exponents, backend.memory_of(updated).copy()]
     total = backend.accumulate(t, kept)
     backend.add(total, backend.accumulate(kept, None))
     out = np.empty_like(x)

@@ -34,11 +34,14 @@ class DeferredRuntime(EmulatedRuntime):
 
     Each thread has its own current stream; a simulated rank counts as a thread. As with CuPy, work goes to the current
     stream of the thread's current device, which may be another device; `enter` makes this device current.
+
+    Attributes:
+        operations: how many pieces of work it was given, without those that poison memory.
     """
 
     def __init__(self, *, seed: int = 0, device: int = 0, **settings: Any) -> None:
         super().__init__(seed=seed, **settings)
-        self.device = device
+        self.device, self.operations = device, 0
         self.streams = Streams(seed)
         self.library = sys.modules[NAME] = ArrayLibrary(self)
         self._current: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
@@ -58,6 +61,7 @@ class DeferredRuntime(EmulatedRuntime):
         return self._current.get(getcurrent(), self.streams.legacy)
 
     def enqueue(self, work: Callable[[], object] | None, *after: Event) -> None:
+        self.operations += 1
         self.current.streams.give(self.current, work, after)
 
     def stream(self) -> int:

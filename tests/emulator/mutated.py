@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from sparsecomm.backends import CpuBackend
-from sparsecomm.backends.adamw import Moments
+from sparsecomm.backends.adamw import AdamWPart, Moments
+from sparsecomm.backends.base import Addend, Segment
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import INT4, ValueKind
@@ -225,31 +226,68 @@ def densify(sources: Path, seed: int) -> None:
         np.testing.assert_array_equal(out, reference.dense(entries, n))
 
 
-def adamw(sources: Path, seed: int) -> None:
-    """Compare with the CPU, for some weights and for all. Some weights missed more steps than the table has rows."""
-    n, rng = 3000, np.random.default_rng(seed)
-    x, g = (data.gradient("normal", n, "float32", seed + i) for i in range(2))
-    table = rng.random((6, 6)).astype(np.float32)
-    x[:40], squares = np.inf, np.square(g) + np.float32(1e-3)
+def bucket(sources: Path, seed: int) -> None:
+    """Compare with the CPU: gradients, AdamW for some weights and for all, updates. Several tensors, in several dtypes.
+
+    Some weights missed more steps than the table has rows.
+    """
+    sizes, rng = (3000, 4097, 40, *20 * [5]), np.random.default_rng(seed)  # more tiles than blocks
+    dtypes = ["float32", "bfloat16", "float16", *20 * ["float32"]]
+    n, bounds = sum(sizes), [0, *np.cumsum(sizes).tolist()]
+    xs = [
+        data.gradient("normal", size, dtype, seed + i)
+        for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
+    ]
+    xs[0][:40], g = np.inf, data.gradient("normal", n, "float32", seed + 5)
+    tables, squares = (
+        [rng.random((6 + i, 6)).astype(np.float32) for i in range(len(sizes))],
+        np.square(g) + np.float32(1e-3),
+    )
     squares[rng.random(n) < 0.1] *= 1e6
-    squares[50:90], last = 3e38, rng.integers(0, 9, n).astype(np.int32)
+    squares[50:90], last, lost = 3e38, rng.integers(0, 9, n).astype(np.int32), g[::-1] / 64
+    lost[100:110] = np.inf
     exponents = np.where(rng.random(n) < 0.1, 1, rng.integers(100, 130, n)).astype(np.uint8)
     for nnz in (700, n):
         indices = np.sort(rng.choice(n, nnz, replace=False)).astype(np.int32)
         values, jumps = (data.gradient("normal", nnz, "float32", seed + i) for i in (3, 4))
         found = []
         for it in (crowded(sources, seed, multiprocessors=1), Device("portable", CpuBackend(1))):
-            put = partial(guarded, it.backend.runtime) if isinstance(it.backend, CudaBackend) else np.array
-            weights, residual, units, *state = map(put, (x, g, exponents, g, squares, last, x[::-1] / 64))
-            w, r, moments = it.tensor(weights), it.tensor(residual), Moments(*state)
-            for scale, exponent in ((0.5, units), (1e20, put(np.full(n, 127, np.uint8)))):  # only squares overflow
-                added = it.backend.add_quotient(it.tensor(put(g)), exponent, scale, r, True)
-                assert added is (scale < 1)
-            sums = it.entries(put(indices), put(values), n) if nnz < n else it.backend.nonzeros(put(values), (n,))
-            made = it.backend.adamw(w, moments, units, sums, table, 1e-3, 1e-8, 7, True, 4)
-            it.backend.store_adamw(w, moments, units if nnz < n else None, sums, made, 7, True)
-            it.backend.change_units(r, units, it.entries(put(indices), put(2 * jumps), n))
-            found.append([weights, residual, units, *moments, made.changes, made.jumps, np.array(made.overflows)])
+            backend = it.backend
+            put = partial(guarded, backend.runtime) if isinstance(backend, CudaBackend) else np.array
+            residual, velocity, units, *state = map(put, (g, g, exponents, g, squares, last, lost))
+            weights, written = ([put(x) for x in xs] for _ in "12")
+            left_out, ones = [], put(np.full(n, 127, np.uint8))  # with which only squares overflow
+            for scale, momentum, kind in ((0.5, 0, "units"), (1e20, 0, "ones"), (0.3, 0.5, ""), (1, 0.5, "minuend")):
+                addends = []
+                for x, begin, end in zip(xs, bounds, bounds[1:], strict=False):
+                    exponent = {"units": units[begin:end], "ones": ones[begin:end]}.get(kind)
+                    minuend = state[0][begin:end] if kind == "minuend" else None
+                    addends.append(Addend(begin, it.tensor(put(x)), scale, exponent, minuend))
+                while addends:
+                    given = residual, velocity if momentum else None, 0.9 if momentum else 1.0, momentum, True
+                    count, flags = backend.add_first(addends, *given)
+                    left_out += [len(addends) - i for i in backend.wait_for((), flags)]
+                    del addends[:count]
+            squared = backend.sums_of_squares([it.tensor(x) for x in weights])
+            parts = []
+            for i, (w, begin, end) in enumerate(zip(weights, bounds, bounds[1:], strict=False)):
+                moments = Moments(*(array[begin:end] for array in state))
+                parts.append(AdamWPart(begin, it.tensor(w), moments, tables[i], 1e-3, 1e-8 * (i + 1), 7))
+            made, dense = backend.adamw(parts, units, it.entries(put(indices), put(values), n), 4, True), put(g)
+            if nnz < n:
+                backend.store_adamw(parts, units, made, True)
+            else:
+                del parts[1]
+                made = made._replace(overflows=backend.adamw_dense(parts, units, dense, 0).overflows)
+                backend.store_adamw(parts, None, backend.adamw_dense(parts, units, put(g), 0), True)
+            backend.change_units(it.tensor(residual), units, it.entries(put(indices), put(2 * jumps), n))
+            segments = [Segment(begin, it.tensor(x)) for x, begin in zip(written, bounds, strict=False)]
+            backend.write(segments[::2], it.entries(put(indices), put(values), n))
+            backend.add_entries(segments[1:], it.entries(put(indices), put(jumps), n))
+            backend.write(segments[:1], backend.nonzeros(put(g), (n,)))
+            flat = [array.view(np.uint16) if array.itemsize == 2 else array for array in (*weights, *written)]
+            arrays = [*flat, residual, velocity, units, dense, *state, made.changes, made.jumps, np.array(squared)]
+            found.append([*map(np.asarray, arrays), sorted(left_out), made.overflows])
         for ours, theirs in zip(*found, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
@@ -354,7 +392,7 @@ def refused(backend: CudaBackend, message: bytes, count: int, n: int, kind: Valu
 
 
 DRIVERS = (
-    adamw,
+    bucket,
     topk,
     topk_with_residual,
     topk_of_a_few,

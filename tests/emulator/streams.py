@@ -31,6 +31,7 @@ class Event:
         return self._stream.done >= self._position
 
     def wait(self) -> None:
+        self._stream.streams.waits += 1
         self._stream.streams.run_until(self)
 
     def done(self) -> bool:
@@ -86,10 +87,13 @@ class Stream:
 
 
 class Streams:
-    """All streams of a device, and with their memory all that work needs. What is chosen follows from the seed."""
+    """All streams of a device, and with their memory all that work needs. What is chosen follows from the seed.
+
+    ``waits``: how often the host has waited.
+    """
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+        self._random, self.waits = random.Random(seed), 0
         self._lock = threading.RLock()
         self._streams: list[Stream] = []
         self._held: list[object] = []  # until no work is left

@@ -14,7 +14,8 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend, cuda
-from sparsecomm.backends.adamw import Moments, unit_exponents
+from sparsecomm.backends.adamw import AdamWPart, Moments, unit_exponents
+from sparsecomm.backends.base import Addend, Segment
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, INT4, INT8, ValueKind
 from tests import data
@@ -78,27 +79,48 @@ def merge(n: int, dtype: str) -> None:
         same_arrays(f"dense {dtype}", ours_, theirs_)
 
 
-def adamw(n: int, dtype: str) -> None:
-    """adamw.cu, for some of the weights and for all."""
-    x, g = (data.gradient("normal", n, dtype, seed) for seed in (3, 4))
-    real = "float64" if dtype == "float64" else "float32"
-    table = np.random.default_rng(5).random((4, 6)).astype(real)
-    for k in (n // 10, n):
+def bucket(n: int, dtype: str) -> None:
+    """bucket.cu, for some of the weights of two tensors and for all."""
+    real = np.float64 if dtype == "float64" else np.float32
+    xs = [data.gradient("normal", n, dtype, 3), data.gradient("normal", n + 5, real.__name__, 4)]
+    gs = [data.gradient("normal", len(x), dtype, 5) for x in xs]
+    table, total = np.random.default_rng(5).random((4, 6)).astype(real), 2 * n + 5
+    for k in (n // 10, total):
         results = []
         for backend, put in ((cuda.of(0), cupy.asarray), (CpuBackend(1), np.array)):
-            weights, residual, ones = put(x), put(np.zeros(n, real)), np.ones(n, real)
-            exponents = put(unit_exponents(np, ones, np.dtype(real).type(1e-8)))
-            w, r = (interop.tensor(each, "x", writable=True) for each in (weights, residual))
-            assert backend.add_quotient(interop.tensor(put(g), "x"), exponents, 0.5, r, True)
-            sums = backend.topk(r, k, None)
-            moments = Moments(*(put(each) for each in (ones * 0, ones, np.zeros(n, np.int32), ones / 64)))
-            made = backend.adamw(w, moments, exponents, sums, table, 1e-8, 1e-8, 3, True, 4)
+            weights, residual, ones = [put(x) for x in xs], put(np.zeros(total, real)), np.ones(total, real)
+            exponents = put(unit_exponents(np, ones, real(1e-8)))
+            tensors = [interop.tensor(each, "x", writable=True) for each in weights]
+            begins = 0, n
+            bounds = [slice(begin, begin + t.size) for begin, t in zip(begins, tensors, strict=True)]
+            addends = [
+                Addend(part.start, interop.tensor(put(g), "x"), 0.5, exponents[part])
+                for part, g in zip(bounds, gs, strict=True)
+            ]
+            while addends:
+                count, flags = backend.add_first(addends, residual, None, 1.0, 0.0, True)
+                assert not backend.wait_for((), flags)
+                del addends[:count]
+            squares = backend.sums_of_squares(tensors)
+            sums = backend.topk(backend.as_tensor(residual, (total,)), k, None)
+            state = [put(each) for each in (ones * 0, ones, np.zeros(total, np.int32), ones / 64)]
+            parts = [
+                AdamWPart(part.start, t, Moments(*(each[part] for each in state)), table, 1e-8, 1e-8, 3)
+                for part, t in zip(bounds, tensors, strict=True)
+            ]
+            made = backend.adamw(parts, exponents, sums, 4, True)
             assert not made.overflows
-            backend.store_adamw(w, moments, exponents if k < n else None, sums, made, 3, True)
-            backend.change_units(r, exponents, sums)
-            results.append((weights, residual, exponents, *moments, made.changes, made.jumps))
+            backend.store_adamw(parts, exponents, made, True)
+            dense = put(ones)
+            backend.store_adamw(parts, None, backend.adamw_dense(parts, exponents, dense, 0), True)
+            backend.change_units(backend.as_tensor(residual, (total,)), exponents, sums)
+            segments = [Segment(begin, t) for begin, t in zip(begins, tensors, strict=True)]
+            backend.add_entries(segments, sums)
+            backend.write(segments[:1], sums)
+            arrays = *weights, residual, exponents, *state, made.changes, made.jumps, dense
+            results.append((*arrays, np.array(squares)))
         for ours, theirs in zip(*results, strict=True):
-            same_arrays(f"AdamW of {dtype}", ours, theirs)
+            same_arrays(f"bucket of {dtype}", ours, theirs)
 
 
 def pack(n: int, kind: ValueKind) -> None:
@@ -124,7 +146,7 @@ def main() -> int:
             select(n, *pair)
         for dtype in ("float32", "float64", "float16"):
             merge(n, dtype)
-            adamw(n, dtype)
+            bucket(n, dtype)
         for kind in (BFLOAT16, INT8, INT4):
             pack(n, kind)
     print("all results are those of the CPU")

@@ -15,14 +15,14 @@ from sparsecomm.backends.cuda.modules import (
     OPTIONS,
     SOURCES,
     TUNING,
-    adamw_definitions,
+    bucket_definitions,
     dense_definitions,
     merge_definitions,
     packed_definitions,
     selection_definitions,
     structure_definitions,
 )
-from sparsecomm.tensors.dtypes import DTYPES, FLOAT32
+from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.kinds import EXACT, KINDS
 from tests.thinning import one_in
 
@@ -35,11 +35,11 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
             for residual in residuals:
                 for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu", "warp_chunks.cu"):
                     yield file, selection_definitions(x, residual, int64_indices)
-            yield "adamw.cu", adamw_definitions(x, int64_indices)
             for residual in residuals[1:]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)
         for float64_values in (False, True):
             yield "merge.cu", merge_definitions(float64_values, int64_indices)
+            yield "bucket.cu", bucket_definitions((FLOAT64 if float64_values else FLOAT32).accumulator, int64_indices)
             for kind in (EXACT,) if float64_values else KINDS:
                 yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
 
@@ -53,7 +53,7 @@ COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TU
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "emit": 768, "radix": 768, "merge": 768}
-RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280, "adamw": 1280}
+RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280, "adamw": 1280, "add_addends": 1024}
 RESIDENT_OTHERS = 1536
 NVCC = shutil.which("nvcc") is not None
 

@@ -10,6 +10,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
+from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.local_steps.programs import Arrays, initial, made, move, some_frozen, train
 from tests.ranks import run
@@ -107,3 +108,26 @@ def test_the_same_bits_on_every_device(cuda: DeferredRuntime) -> None:
     found = trained(2, cuda)
     assert cuda.launches
     assert found == trained(2, None)
+
+
+@pytest.mark.parametrize("outer", [type(None), sc.NesterovSGD])
+def test_the_host_waits_as_often_for_many_tensors_as_for_few(cuda: DeferredRuntime, outer: Any) -> None:
+    """After the first round, which compares parameters."""
+
+    def counted(number: int) -> list[int]:
+        def program(transport: simulated.SimulatedTransport) -> list[int]:
+            def put() -> Any:
+                return {f"{i}": cuda.put(data.gradient("normal", 90, "float32", i)) for i in range(number)}
+
+            local, waits = sc.LocalSteps(put(), sync_every=2, density=0.1, outer=outer(), comm=transport), []
+            for _ in range(6):
+                parameters = put()
+                cuda.streams.run_all()
+                before = cuda.streams.waits
+                local.step(parameters)
+                waits.append(cuda.streams.waits - before)
+            return waits[2:]
+
+        return run(1, program)[0]
+
+    assert counted(3) == counted(30)

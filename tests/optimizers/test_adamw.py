@@ -465,7 +465,7 @@ def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuild
         for (mine, state), (theirs, other) in zip(found, expected, strict=True):
             assert all(data.same_bits(mine[name], theirs[name]) for name in mine)
             check_same(state, other)
-    assert failed >= {0, 1, 2}
+    assert failed >= {0, 1}
 
 
 def check_same(state: Any, other: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
+from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.ranks import run
 from tests.reducer.programs import SHAPES, bits, gradients
@@ -100,6 +101,45 @@ def test_the_same_bits_on_every_device(
     found = train(P, options, cuda, wander=wander)
     assert cuda.launches
     assert found == train(P, options, None, wander=wander)
+
+
+@pytest.mark.parametrize("density", [0.09, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    ["SparseAdamW", {}, {"momentum": 0.9, "skip_nonfinite": True}, {"clip": 1.0, "decay": 0.9}, {"op": "sum"}],
+    ids=str,
+)
+def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
+    cuda: DeferredRuntime, options: str | dict[str, Any], density: float
+) -> None:
+    """Work given to the device, and waits of the host, on one rank with one bucket."""
+
+    def counted(number: int) -> tuple[int, int]:
+        def arrays(seed: int) -> dict[str, Any]:
+            xs = {f"{i}": data.gradient("normal", 384, "float32", seed + i) for i in range(number)}
+            return {name: cuda.put(x) for name, x in xs.items()}
+
+        def program(transport: simulated.SimulatedTransport) -> tuple[int, int]:
+            settings: Any = {"density": density, "comm": transport}
+            made: Any
+            if isinstance(options, str):
+                made = sc.SparseAdamW(arrays(0), check_weights_every=None, **settings)
+            else:
+                made = sc.Reducer(arrays(0), dense_below=0, **settings, **options)
+            take = made.step if isinstance(options, str) else made.reduce
+            for step in range(3):
+                gradients = arrays(1000 * step)
+                cuda.streams.run_all()
+                before = cuda.operations, cuda.streams.waits
+                take(gradients)
+            return cuda.operations - before[0], cuda.streams.waits - before[1]
+
+        return run(1, program)[0]
+
+    operations, waits = counted(40)
+    assert (operations, waits) == counted(8)
+    assert operations <= 40
+    assert waits <= 5
 
 
 @pytest.mark.parametrize("end", ["dropped", "cleared"])

@@ -1,8 +1,8 @@
 """`CudaBackend`: the backend of a CUDA device, which starts the kernels in ``kernels/cuda``.
 
-The host waits for the device only in `threshold`, `well_formed`, packing, `add_quotient`, `adamw`, and when it asks a
-`CountedVector` for its number of entries. All other work can be captured into a CUDA graph, after a first call of the
-same sizes, which compiles and allocates.
+The host waits for the device only in `threshold`, `well_formed`, packing, `wait_for`, `sums_of_squares`, `adamw`, and
+when it asks a `CountedVector` for its number of entries. All other work can be captured into a CUDA graph, after a
+first call of the same sizes, which compiles and allocates.
 """
 
 from __future__ import annotations
@@ -12,34 +12,32 @@ from functools import cache
 import numpy as np
 
 from sparsecomm.backends import default_float_mode
-from sparsecomm.backends.adamw import AdamWResult, Moments
 from sparsecomm.backends.base import Backend
-from sparsecomm.backends.cuda.context import Arguments, CountedVector, Launch, Operand, ceil_div, dtype_of
+from sparsecomm.backends.cuda.bucket import BucketWork
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, Operand, ceil_div, dtype_of
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
-from sparsecomm.backends.cuda.modules import adamw_definitions, dense_definitions
+from sparsecomm.backends.cuda.modules import dense_definitions
 from sparsecomm.backends.cuda.packing import Packing
 from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime, read_word, refuse_capture
 from sparsecomm.backends.cuda.selection import Selection
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.tensors.interop import Tensor, from_host
+from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 from sparsecomm.transport.base import MessageMemory
 
-_MAX_TABLES = 8  # tables of coefficients that are kept on the device
 
-
-class CudaBackend(Selection, Packing):
+class CudaBackend(Selection, Packing, BucketWork):
     """`sparsecomm.backends.base.Backend` on one device, on the current stream."""
 
     def on_stream(self, x: Tensor | None) -> OnStream:
         return OnStream(self.runtime, x.stream if x else None)
 
-    def side_stream(self) -> OnStream:
+    def side_stream(self, *, wait: bool = True) -> OnStream:
         refuse_capture(self.runtime, "communication with other ranks")
         if self._side is None:
             self._side = self.runtime.new_stream()
-        after = self.runtime.record()
-        return OnStream(self.runtime, self._side, lambda: self.runtime.follow(after), self.runtime.synchronize)
+        after, end = self.runtime.record(), self.runtime.synchronize if wait else None
+        return OnStream(self.runtime, self._side, lambda: self.runtime.follow(after), end)
 
     def timeline(self) -> CudaTimeline:
         return CudaTimeline(self.runtime)
@@ -79,6 +77,12 @@ class CudaBackend(Selection, Packing):
             given |= Operand.of(entries).arguments()
             tiles = ceil_div(out.size, self.tuning.densify_tile)
             self.start(self.prepare("dense.cu", "densify", types, tiles, self.tuning.dense_threads, given))
+
+    def clear(self, dense: Tensor, entries: SparseVector) -> None:
+        if isinstance(entries, DenseSum):
+            super().clear(dense, entries)
+        else:
+            self._scatter("clear", dense, entries, {})
 
     def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
         if isinstance(entries, DenseSum):
@@ -131,97 +135,11 @@ class CudaBackend(Selection, Packing):
         given: Arguments = {"values": values, "n": out.size, "dense": out}
         self._elementwise("narrow", out.size, dense_definitions(out.dtype), given)
 
-    # -- kernels/cuda/adamw.cu ----------------------------------------------------------------------------------------
-
-    def add_quotient(self, x: Tensor, exponents: Array, scale: float, residual: Tensor, if_finite: bool) -> bool:
-        if not x.size:
-            return True
-        faults = self.zeros(1, np.uint32) if if_finite else None
-        types, real = adamw_definitions(x.dtype), residual.dtype.accumulator.type
-        given: Arguments = {"x": x, "exponents": exponents, "n": x.size, "scale": real(scale), "faults": faults}
-        check = [self._spread("adamw.cu", "check_quotients", x.size, types, given)] if if_finite else []
-        add = self._spread("adamw.cu", "add_quotients", x.size, types, {**given, "residual": residual})
-        self.start(*check, add)
-        return faults is None or not read_word(self.runtime, faults)
-
-    def adamw(
-        self,
-        weights: Tensor,
-        moments: Moments,
-        exponents: Array,
-        entries: SparseVector,
-        table: Array,
-        unit_eps: float,
-        eps: float,
-        step: int,
-        with_changes: bool,
-        margin: float,
-    ) -> AdamWResult:
-        count, values, indices = _entries_of(entries)
-        real, rows = values.dtype.type, self._rows(table, values)
-        new_weights, new_mean, new_squares = (self.runtime.empty(count, real) for _ in range(3))
-        changes = self.runtime.empty(count, real) if with_changes else None
-        jumps, overflows = self.runtime.empty(count, np.int8), self.zeros(1, np.uint32)
-        given: Arguments = {"weights": weights, **moments._asdict(), "exponents": exponents, "indices": indices}
-        given |= {"values": values, "count": count, "rows": rows, "num_rows": len(table), "unit_eps": real(unit_eps)}
-        given |= {"eps": real(eps), "limit": real(weights.dtype.rounds_to_infinity), "margin": real(margin)}
-        given |= {"step": np.int32(step), "new_weights": new_weights, "new_mean": new_mean}
-        given |= {"new_squares": new_squares, "changes": changes, "jumps": jumps, "overflows": overflows}
-        types, found = adamw_definitions(weights.dtype, int64_indices=entries.size >= INT64_SIZE), 0
-        if count:
-            self.start(self._spread("adamw.cu", "adamw", count, types, given))
-            found = read_word(self.runtime, overflows)
-        return AdamWResult(new_weights, new_mean, new_squares, changes, jumps, found)
-
-    def store_adamw(
-        self,
-        weights: Tensor,
-        moments: Moments,
-        exponents: Array | None,
-        entries: SparseVector,
-        made: AdamWResult,
-        step: int,
-        write: bool,
-    ) -> None:
-        count, _, indices = _entries_of(entries)
-        given: Arguments = {"weights": weights, **moments._asdict(), "exponents": exponents, "indices": indices}
-        given |= {"count": count, "new_weights": made.weights, "new_mean": made.mean, "new_squares": made.squares}
-        given |= {"changes": made.changes, "jumps": made.jumps, "step": np.int32(step), "write": write}
-        if count:
-            types = adamw_definitions(weights.dtype, int64_indices=entries.size >= INT64_SIZE)
-            self.start(self._spread("adamw.cu", "store_adamw", count, types, given))
-
-    def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
-        added, types = Operand.of(changes), adamw_definitions(residual.dtype, int64_indices=changes.size >= INT64_SIZE)
-        if added.max_count:
-            given: Arguments = {"residual": residual, "exponents": exponents, **added.arguments()}
-            self.start(self._spread("adamw.cu", "change_units", added.max_count, types, given))
-
-    def _rows(self, table: Array, like: Array) -> Array:
-        """Return a copy of a table of coefficients on the device, one for all tensors with these coefficients."""
-        key = id(table), self.runtime.stream()
-        if key not in self._tables:
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.clear()
-            self._tables[key] = table, from_host(np.ascontiguousarray(table).reshape(-1), like)
-        return self._tables[key][1]
-
     def _elementwise(self, name: str, max_count: int, types: tuple[str, ...], arguments: Arguments) -> None:
-        """Start a kernel of dense.cu."""
+        """Start a kernel of dense.cu with about one thread per entry or element."""
         if max_count:
-            self.start(self._spread("dense.cu", name, max_count, types, arguments))
-
-    def _spread(self, file: str, name: str, count: int, types: tuple[str, ...], arguments: Arguments) -> Launch:
-        """Return a launch with about one thread per entry or element."""
-        threads = self.tuning.dense_threads
-        return self.prepare(file, name, types, self.spread(count, threads), threads, arguments)
-
-
-def _entries_of(entries: SparseVector) -> tuple[int, Array, Array | None]:
-    """Return the number of entries, their values, and their indices, or ``None`` if these are all indices."""
-    if isinstance(entries, DenseSum):
-        return entries.size, entries.dense, None
-    return entries.nnz, entries.values, entries.indices
+            threads = self.tuning.dense_threads
+            self.start(self.prepare("dense.cu", name, types, self.spread(max_count, threads), threads, arguments))
 
 
 class CudaTimeline:
@@ -234,12 +152,22 @@ class CudaTimeline:
     def on_stream(self, x: Tensor | None) -> OnStream:
         return OnStream(self.runtime, x.stream if x else None, self._follow, self._advance)
 
+    def join(self, former: Tensor | None, x: Tensor) -> None:
+        with OnStream(self.runtime, x.stream, self._refuse_capture):
+            pass
+        if former is not None:
+            with self.on_stream(former):
+                pass
+
     def wait(self) -> None:
         if self.last is not None:
             self.last.wait()
 
-    def _follow(self) -> None:
+    def _refuse_capture(self) -> None:
         refuse_capture(self.runtime, "an exchange of gradients or weights")
+
+    def _follow(self) -> None:
+        self._refuse_capture()
         if self.last is not None:
             self.runtime.follow(self.last)
 

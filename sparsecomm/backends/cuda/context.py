@@ -98,7 +98,6 @@ class ExecutionContext(Backend):
         self._definitions = self.tuning.definitions + structure_definitions(self.tuning)
         self._workspaces, self._of_thread = dict[int, Workspace](), _OfThread()  # by the handle of the stream
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
-        self._tables: dict[tuple[int, int], tuple[Array, Array]] = {}  # of `CudaBackend.adamw`
         self._side: Stream | None = None
 
     def workspace(self) -> Workspace:

@@ -11,6 +11,7 @@ import numpy as np
 
 import sparsecomm._kernels
 from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS
+from sparsecomm.backends.base import SQUARES_TILE
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.kinds import ValueKind
@@ -128,9 +129,15 @@ def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bo
     return (_format("FORMAT", x), _format("ACC", residual or x), _index(int64_indices))
 
 
-def adamw_definitions(x: DType, int64_indices: bool = False) -> tuple[str, ...]:
-    """Return the definitions of adamw.cu."""
-    return (_format("FORMAT", x), _index(int64_indices), f"MAX_JUMP={MAX_JUMP}", f"OVERFLOWS={OVERFLOWS}")
+def bucket_definitions(real: ArrayDType, int64_indices: bool = False) -> tuple[str, ...]:
+    """Return the definitions of bucket.cu for an accumulator dtype."""
+    return (
+        f"REAL={'double' if real.itemsize == 8 else 'float'}",
+        _index(int64_indices),
+        f"TILE={SQUARES_TILE}u",
+        f"MAX_JUMP={MAX_JUMP}",
+        f"OVERFLOWS={OVERFLOWS}",
+    )
 
 
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
