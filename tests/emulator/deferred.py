@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import sys
 from collections import deque
@@ -128,6 +129,18 @@ class DeferredRuntime(EmulatedRuntime):
         if thread not in self._per_thread:
             self._per_thread[thread] = self.streams.new(PER_THREAD, blocking=True)
         return self._per_thread[thread]
+
+    @contextmanager
+    def counted(self) -> Iterator[list[int]]:
+        """Yield a list that receives the numbers of operations and waits. Garbage, which may wait, is not collected."""
+        gc.collect()
+        gc.disable()
+        before, found = (self.operations, self.streams.waits), list[int]()
+        try:
+            yield found
+        finally:
+            gc.enable()
+            found += [self.operations - before[0], self.streams.waits - before[1]]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
