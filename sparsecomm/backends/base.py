@@ -125,8 +125,7 @@ class Backend:
         """Return a context like `on_stream` for work on a separate stream of the backend.
 
         Its work runs after the work submitted so far to the current stream. On leaving the context, the host waits for
-        its work; without ``wait``, only the current stream does. Any thread may request the context. Only the thread
-        that the backend serves at that time may enter it.
+        its work; without ``wait``, only the current stream does. Any thread may request the context and enter it.
         """
 
     def timeline(self) -> Timeline:

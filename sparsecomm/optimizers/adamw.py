@@ -359,7 +359,7 @@ class LazyAdamW:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
                 if outcome.verdict == OVERFLOW:
                     found = outcome.result
-                    with bucket.on_stream(None):
+                    with bucket.on_stream(None), bucket.side_stream():
                         which = np.isnan(found.dense) if isinstance(found, DenseSum) else found.indices
                         bucket.residual[which] = 0  # with CuPy's arrays, NumPy calls CuPy
             self._made, self._outcomes, self.done = {}, {}, done
@@ -405,7 +405,7 @@ class LazyAdamW:
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Change the units of some weights, and convert their residuals. After a dense step, units lag."""
         bucket.units_lag = bucket.units_lag or isinstance(outcome.result, DenseSum)
-        with bucket.on_stream(None):
+        with bucket.on_stream(None), bucket.side_stream():
             residual = bucket.backend.as_tensor(bucket.residual, (bucket.size,))
             if not isinstance(outcome.result, DenseSum):
                 bucket.backend.change_units(residual, bucket.exponents, outcome.changes)

@@ -115,6 +115,14 @@ class Bucket:
         """
         return self._timeline.on_stream(x)
 
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Return a context for work with memory of the latest call, on its stream. The host does not wait.
+
+        Enter it within `on_stream`. When it has ended, this memory may be freed, since later calls reuse it.
+        """
+        assert self.last_plan is not None
+        return self.last_plan.backend.side_stream(wait=False)
+
     def __del__(self) -> None:
         with suppress(Exception):  # there may be no timeline, or at the end of the process no device
             self._timeline.wait()  # the allocator may reuse the memory on the stream that allocated it
@@ -128,28 +136,36 @@ class Bucket:
         """
         name = spec.name
         if gradient is not None:
-            last = self.last_gradient
-            if last is None or last.stream != gradient.stream:
-                self._timeline.join(last, gradient)
-            self.last_gradient = gradient
-            if spec.size:
-                self._taken.append((name, Addend(self._begins[name], gradient, *how)))
+            self.join(gradient)
+            taken = [(name, Addend(self._begins[name], gradient, *how))] if spec.size else []
+            if self.device is CPU:
+                self._add(taken)
+            self._taken += taken
             self._present.add(name)
         self.missing.discard(name)
-        if self.device is CPU:
-            self.add_taken()
+
+    def join(self, gradient: Tensor) -> None:
+        """Let later work on the stream of a gradient also wait for the streams of the gradients before it."""
+        last = self.last_gradient
+        if last is None or last.stream != gradient.stream:
+            self._timeline.join(last, gradient)
+        self.last_gradient = gradient
+
+    def add_taken(self) -> None:
+        """Add what was taken to the residual."""
+        self._add(self._taken)
 
     @default_float_mode
-    def add_taken(self) -> None:
-        """Add what was taken to the residual, with momentum through the velocity."""
+    def _add(self, taken: list[tuple[str, Addend]]) -> None:
+        """Add gradients to the residual, with momentum through the velocity, and remove them from ``taken``."""
         s, velocity = self.settings, self._state[1] if self.settings.momentum else None
-        while self._taken:
-            names, addends = zip(*self._taken, strict=True)
+        while taken:
+            names, addends = zip(*taken, strict=True)
             arguments = self.residual, velocity, s.decay, s.momentum, s.skip_nonfinite
             count, flags = self.backend.add_first(addends, *arguments)
             if len(flags):
                 self._flags.append((names, flags))
-            del self._taken[:count]
+            del taken[:count]
 
     @default_float_mode
     def sums_of_squares(self, gradients: Sequence[Tensor]) -> list[float]:
@@ -371,7 +387,7 @@ class BucketCall(SumCall):
             return
         with bucket.on_stream(bucket.last_gradient):
             self.contribution.backend = bucket.backend  # another call may use the queue's backend now
-            with bucket.backend.side_stream(wait=False):  # in whose memory the entries are
+            with bucket.side_stream():
                 super().settle(usable=usable)
                 if usable:
                     self._mask(result)

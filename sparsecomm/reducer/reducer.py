@@ -87,7 +87,8 @@ class Reducer:
             are selected in each chunk, at least one.
         bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``. ``None``: large
             enough that, by the measured costs of messages and of a CPU's work, or by typical costs of a GPU's work, an
-            element costs at most 1.25 times as much as in a huge bucket.
+            element costs at most 1.25 times as much as in a huge bucket. Pass a size if only some ranks have their
+            tensors on GPUs, since the default differs there.
         dense_below: tensors with fewer elements are summed densely, in one call at the end.
         momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate this rank's velocity instead of
             its gradient. Use an optimizer without momentum.

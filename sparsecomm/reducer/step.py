@@ -109,6 +109,8 @@ class OpenStep:
                     self.first_gradients[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
         if not self._clips:
             bucket.take(spec, t, how)
+        elif t is not None:
+            bucket.join(t)
         self.pushed[name] = t
         if out is not None:
             bucket.outs[name] = out
@@ -126,7 +128,7 @@ class OpenStep:
         for bucket in self._buckets:
             gradients = [t for spec in bucket.tensors if (t := self.pushed.get(spec.name)) is not None]
             if gradients:
-                with bucket.on_stream(gradients[-1]):
+                with bucket.on_stream(bucket.last_gradient):
                     squares += sum(bucket.sums_of_squares(gradients))
         assert s.clip is not None
         P, norm, factor = self._transport.size, math.sqrt(squares), 1.0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.collectives import SumCall
 from sparsecomm.calls.label import Label
 from sparsecomm.transport import simulated
@@ -54,6 +55,28 @@ def test_what_is_refused_changes_nothing(what: str) -> None:
         return bits(mine), bits(residuals(reducer))
 
     assert run(2, lambda r: program(r, True)) == run(2, lambda r: program(r, False))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_push_that_runs_out_of_memory_changes_nothing(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("on purpose")
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer, mine = reducer_of(transport), gradients(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuBackend, "add_first", fails)
+            with pytest.raises(MemoryError):
+                reducer.push("a", mine["a"])
+        names = ["c", "a"] if again else ["c"]
+        for name in names:
+            reducer.push(name, mine[name])
+        assert reducer.wait().without_gradient == SHAPES.keys() - {"d", *names}
+        left, pushed = residuals(reducer), gradients(1)
+        same({name: mine[name] + left[name] for name in names}, {name: pushed[name] for name in names})
+        assert not any(left[name].any() for name in SHAPES.keys() - names)
+
+    run(1, program)
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------

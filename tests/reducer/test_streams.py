@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,41 @@ def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
     assert (operations, waits) == counted(8)
     assert operations <= 40
     assert waits <= 5
+
+
+@pytest.mark.parametrize("kind", ["Reducer", "SparseAdamW"])
+@pytest.mark.parametrize("density", [0.09, 1.0])
+def test_calls_do_not_reuse_memory_that_streams_still_read(cuda: DeferredRuntime, kind: str, density: float) -> None:
+    """Two objects work with one communicator, each on a stream of its own, and nobody waits for the device."""
+
+    def train_both(runtime: DeferredRuntime | None) -> list[bytes]:
+        def program(transport: simulated.SimulatedTransport) -> list[bytes]:
+            put, found, both = runtime.put if runtime else lambda array: array, [], []
+            for i in range(2):
+                stream = runtime.new_stream() if runtime else None
+                with runtime.on_stream(stream) if runtime else nullcontext():
+                    weights = data.gradient("normal", 3000, "float32", i)
+                    tensors, settings = {"a": put(weights)}, {"density": density, "comm": transport}
+                    if kind == "Reducer":
+                        take = sc.Reducer(tensors, momentum=0.9, skip_nonfinite=True, dense_below=0, **settings).reduce
+                    else:
+                        take = sc.SparseAdamW(tensors, check_weights_every=None, **settings).step
+                both.append((stream, weights, take))
+            for step in range(4):
+                for i, (stream, _, take) in enumerate(both):
+                    before = runtime.make_current(stream) if runtime else None
+                    gradient = data.gradient("normal", 3000, "float32", 100 * step + 10 * i + transport.rank)
+                    take({"a": put(gradient)})
+                    if runtime:
+                        runtime.make_current(before)
+                    found.append(gradient)
+            if runtime:
+                runtime.streams.run_all()
+            return [array.tobytes() for array in (*found, *(weights for _, weights, _ in both))]
+
+        return run(2, program)
+
+    assert train_both(cuda) == train_both(None)
 
 
 @pytest.mark.parametrize("end", ["dropped", "cleared"])
