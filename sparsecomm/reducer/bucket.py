@@ -95,7 +95,7 @@ class Bucket:
     def begin(self) -> None:
         """Begin a step. The calls of the previous step have ended, with or without an error."""
         if self._set_aside:
-            with self.on_stream(None):
+            with self.on_stream(self.last_gradient):  # whose memory they are in
                 while self._set_aside:  # the residual holds only what the call has added
                     name, residual = next(iter(self._set_aside.items()))
                     self.residuals[name] += residual
