@@ -116,9 +116,9 @@ class Bucket:
         return self._timeline.on_stream(x)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context for work with memory of the latest call, on its stream. The host does not wait.
+        """Return a context, within `on_stream`, for work with memory that the latest call has made.
 
-        Enter it within `on_stream`. When it has ended, this memory may be freed, since later calls reuse it.
+        The memory may be freed afterwards: later calls, which reuse it, run after this work. The host does not wait.
         """
         assert self.last_plan is not None
         return self.last_plan.backend.side_stream(wait=False)
