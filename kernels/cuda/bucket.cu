@@ -30,7 +30,7 @@ using Word = Types<DOUBLE>::Word;
 using Exponent = Types<DOUBLE>::Exponent;
 constexpr Word INFINITE = Word(2 * BIAS + 1) << DIGITS;  // the bits of infinity
 constexpr u32 AT_ONCE = 4;                               // elements that a thread loads before it uses them
-constexpr u32 LANES = DENSE_THREADS;
+static_assert(SQUARES_LANES == DENSE_THREADS, "one lane of a sum of squares per thread");
 
 // A tensor, as in sparsecomm/backends/cuda/bucket.py.
 struct Source {
@@ -211,7 +211,7 @@ add_addends(const Source* sources, u64 count, u64 tiles, const u32* flags, Real 
 //   sums     [out]  one per tile
 KERNEL void __launch_bounds__(DENSE_THREADS) sum_squares(const Source* sources, u64 count, u64 tiles, double* sums) {
     struct Sums {
-        double of_lane[LANES];
+        double of_lane[SQUARES_LANES];
     };
     SHARED(Sums, shared);
     for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -222,7 +222,7 @@ KERNEL void __launch_bounds__(DENSE_THREADS) sum_squares(const Source* sources, 
             sum += x * x;
         }
         shared.of_lane[threadIdx.x] = sum;
-        for (u32 width = LANES / 2; width > 0; width /= 2) {
+        for (u32 width = SQUARES_LANES / 2; width > 0; width /= 2) {
             __syncthreads();
             if (threadIdx.x < width) shared.of_lane[threadIdx.x] += shared.of_lane[threadIdx.x + width];
         }
