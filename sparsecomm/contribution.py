@@ -107,7 +107,7 @@ class Contribution:
         if self._selection is not None:
             return self._selection
         taken = self._take(k) if self._chunks is None else self._take_by_chunk(self._chunks)
-        if self._substituted([taken]):
+        if self._substitute is not None and self._substituted([taken]):
             taken = self._take(k)
         self._parts = [taken]
         return taken

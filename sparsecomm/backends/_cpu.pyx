@@ -417,7 +417,8 @@ class CpuBackend(Backend):
     def add_first(self, addends, residual, velocity, double decay, double momentum, cbool if_finite):
         begin, x, scale, exponents, minuend = addends[0]
         total, value = residual[begin : begin + x.size], None
-        cdef Tensor r = self.as_tensor(total, x.shape)
+        dtype = interop.FLOAT64 if total.itemsize == 8 else interop.FLOAT32
+        cdef Tensor r = Tensor(address(total), x.size, x.shape, dtype, interop.CPU, False, total)
         if exponents is not None:
             return 1, [] if self._add_quotient(x, exponents, scale, r, if_finite) else [0]
         if velocity is None and minuend is not None:

@@ -136,11 +136,13 @@ class Bucket:
         """
         name = spec.name
         if gradient is not None:
-            self.join(gradient)
-            taken = [(name, Addend(self._begins[name], gradient, *how))] if spec.size else []
-            if self.device is CPU:
-                self._add(taken)
-            self._taken += taken
+            addend = Addend(self._begins[name], gradient, *how)
+            if self.device is not CPU:
+                self.join(gradient)
+                self._taken += [(name, addend)] if spec.size else []
+            elif spec.size:
+                self._add_first((name,), (addend,))
+            self.last_gradient = gradient
             self._present.add(name)
         self.missing.discard(name)
 
@@ -153,19 +155,18 @@ class Bucket:
 
     def add_taken(self) -> None:
         """Add what was taken to the residual."""
-        self._add(self._taken)
+        while self._taken:
+            names, addends = zip(*self._taken, strict=True)
+            del self._taken[: self._add_first(names, addends)]
 
     @default_float_mode
-    def _add(self, taken: list[tuple[str, Addend]]) -> None:
-        """Add gradients to the residual, with momentum through the velocity, and remove them from ``taken``."""
+    def _add_first(self, names: Sequence[str], addends: Sequence[Addend]) -> int:
+        """Call `Backend.add_first`, with momentum through the velocity. Return the number of gradients added."""
         s, velocity = self.settings, self._state[1] if self.settings.momentum else None
-        while taken:
-            names, addends = zip(*taken, strict=True)
-            arguments = self.residual, velocity, s.decay, s.momentum, s.skip_nonfinite
-            count, flags = self.backend.add_first(addends, *arguments)
-            if len(flags):
-                self._flags.append((names, flags))
-            del taken[:count]
+        count, flags = self.backend.add_first(addends, self.residual, velocity, s.decay, s.momentum, s.skip_nonfinite)
+        if len(flags):
+            self._flags.append((names, flags))
+        return count
 
     @default_float_mode
     def sums_of_squares(self, gradients: Sequence[Tensor]) -> list[float]:
