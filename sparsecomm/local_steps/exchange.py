@@ -124,7 +124,7 @@ class GlobalParameters:
     # -- local parameters ---------------------------------------------------------------------------------------------
 
     @default_float_mode
-    def trained(self, names: Iterable[str], parameters: Mapping[str, object]) -> set[str]:
+    def trained(self, names: Sequence[str], parameters: Mapping[str, object]) -> set[str]:
         """Return the names of local parameters that differ, bit for bit, from what their last exchange left.
 
         A parameter without elements counts as trained. On a CPU, this reads up to the block with the first difference.
@@ -133,15 +133,15 @@ class GlobalParameters:
         for name in names:
             with self.on_stream(name, parameters[name]) as local:
                 expected, memory = self._arrays[name], self._backends[local.device].memory_of(local)
-                begin, count, equal = 0, _FIRST_BLOCK if local.device is interop.CPU else local.size, local.size > 0
-                while equal and begin < local.size:
+                begin, count = 0, _FIRST_BLOCK if local.device is interop.CPU else local.size
+                while begin < local.size:
                     block = slice(begin, begin + count)
                     differ[name] = (memory[block] != _rounded(expected[block], local.dtype)).any()
-                    equal = local.device is not interop.CPU or not differ[name]
+                    if local.device is interop.CPU and differ[name]:
+                        break
                     begin, count = begin + count, min(8 * count, _LARGEST_BLOCK)
-                if not local.size:
-                    differ[name] = np.True_
-        found = {name for name, some in self._read(differ).items() if some}
+        some = self._read(differ)
+        found = {name for name in names if some.get(name, True)}
         for name in found & self.mixed.keys():
             with self.on_stream(name, parameters[name]) as local:
                 if self.mixed[name] == _checksum([self._backends[local.device].memory_of(local)]):
@@ -382,8 +382,8 @@ class FragmentExchange:
 
     def push(self, parameters: Mapping[str, object]) -> None:
         """Push the pseudo-gradients, and begin the calls."""
-        open_ = self._reducer.step == self._step
-        names = [name for name in self.names if open_ and not self._reducer.pushed(name)]
+        is_open = self._reducer.step == self._step
+        names = [name for name in self.names if is_open and not self._reducer.pushed(name)]
         trained = self._shared.trained(names, parameters)
         for name in names:
             self._push(name, parameters[name] if name in trained else self._unchanged(name))

@@ -188,6 +188,8 @@ def _taken(array: np.ndarray, where: np.ndarray) -> np.ndarray:
 
 def _call(runtime: DeferredRuntime, function: Any, inputs: Any, options: Any, *, known_shape: bool) -> Any:
     """Call a function of NumPy on the elements: now if its result's shape is not known before, else later."""
+    if function is np.concatenate and not all(isinstance(array, DeviceArray) for array in inputs[0]):
+        raise TypeError("CuPy concatenates only its own arrays")
     raws, into, options = _raw(inputs), options.get("out"), _raw(options)
 
     def run() -> Any:
