@@ -137,12 +137,11 @@ class Bucket:
         name = spec.name
         if gradient is not None:
             addend = Addend(self._begins[name], gradient, *how)
-            if self.device is not CPU:
-                self.join(gradient)
-                self._taken += [(name, addend)] if spec.size else []
-            elif spec.size:
+            if self.device is CPU and spec.size:
                 self._add_first((name,), (addend,))
-            self.last_gradient = gradient
+            self.join(gradient)
+            if self.device is not CPU and spec.size:
+                self._taken.append((name, addend))
             self._present.add(name)
         self.missing.discard(name)
 
