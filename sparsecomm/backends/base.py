@@ -85,7 +85,8 @@ class Addend(NamedTuple):
         begin: where the elements begin in the residual.
         x: a tensor of at least one element.
         scale: rounded to the accumulator dtype; 1 with a minuend.
-        exponents: of the units, one per element: see `sparsecomm.backends.adamw.unit_exponents`. Not with momentum.
+        exponents: of the units, one per element: see `sparsecomm.backends.adamw.unit_exponents`. Only with a
+            decay of 1, and without momentum.
         minuend: in the accumulator dtype.
     """
 
