@@ -78,13 +78,13 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     return seen
 
 
-current = [0]  # devices, of which the last one is current
+entered_devices = [0]  # the last one is the current device
 
 
 def device(index: int = 0) -> Any:
     """A device, which may be made current."""
     found = SimpleNamespace(attributes={"MultiProcessorCount": 3}, compute_capability="90")
-    methods = {"__enter__": lambda self: current.append(index), "__exit__": lambda *_: current.pop()}
+    methods = {"__enter__": lambda self: entered_devices.append(index), "__exit__": lambda *_: entered_devices.pop()}
     return type("Device", (SimpleNamespace,), methods)(**vars(found))
 
 
@@ -168,13 +168,13 @@ def test_streams(compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatc
         Stream=Stream,
         Event=lambda disable_timing: object(),
         get_current_stream=lambda: Stream.entered[-1],
-        runtime=SimpleNamespace(getDevice=lambda: current[-1]),
+        runtime=SimpleNamespace(getDevice=lambda: entered_devices[-1]),
     )
     runtime = module.CupyRuntime(1)
     for _ in range(2):
         assert not runtime.capturing()
         outer = runtime.enter(7)
-        assert (runtime.stream(), runtime.capturing(), current) == (7, True, [0, 1])
+        assert (runtime.stream(), runtime.capturing(), entered_devices) == (7, True, [0, 1])
         inner = runtime.enter(2)
         assert (runtime.stream(), runtime.capturing()) == (2, False)
         nested = runtime.enter(None)
@@ -184,7 +184,7 @@ def test_streams(compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatc
         assert (runtime.stream(), runtime.capturing()) == (7, True)
         foreign = Stream.entered[-1]
         runtime.leave(outer, follow=True)
-        assert (Stream.entered, runtime.capturing(), current) == ([own], False, [0])
+        assert (Stream.entered, runtime.capturing(), entered_devices) == ([own], False, [0])
     assert Stream.wrapped == 1
     once, again = own.log
     assert once is again
@@ -221,12 +221,12 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
     memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}
     vars(module.cupy.cuda).update(get_current_stream=lambda: stream, **memory)
-    vars(module.cupy.cuda)["runtime"] = SimpleNamespace(getDevice=lambda: current[-1])
+    vars(module.cupy.cuda)["runtime"] = SimpleNamespace(getDevice=lambda: entered_devices[-1])
     vars(module.cupy)["ndarray"] = lambda shape, dtype, memory: SimpleNamespace(memory=memory)
     of_torch = SimpleNamespace(
         is_initialized=lambda: used,
         is_current_stream_capturing=lambda: by_torch,
-        caching_allocator_alloc=lambda *arguments: log.append((*arguments, current[-1])) or 0x1000,
+        caching_allocator_alloc=lambda *arguments: log.append((*arguments, entered_devices[-1])) or 0x1000,
         caching_allocator_delete=lambda address: log.append(address),
     )
     runtime = module.CupyRuntime(1)
