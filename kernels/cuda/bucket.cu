@@ -44,7 +44,7 @@ struct Source {
 
 // The part of a tensor that makes a step of AdamW, as in sparsecomm/backends/cuda/bucket.py.
 struct Part {
-    u64 begin, size, first_tile;
+    u64 begin, size;
     void* x;  // weights
     Real *mean, *squares;
     i32* last;

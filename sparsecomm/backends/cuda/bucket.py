@@ -10,19 +10,27 @@ import numpy as np
 
 from sparsecomm.backends.adamw import AdamWPart, AdamWStep
 from sparsecomm.backends.base import SQUARES_TILE, Addend, Segment, sum_of_tiles
-from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Launch, Operand, ceil_div
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Operand, ceil_div
 from sparsecomm.backends.cuda.modules import bucket_definitions
-from sparsecomm.backends.cuda.runtime import fetch
+from sparsecomm.backends.cuda.runtime import Launch, fetch
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 
 # Rows of tables: the structures of bucket.cu.
-_ROW = [("begin", "u8"), ("size", "u8"), ("first_tile", "u8"), ("x", "u8")]
-_SOURCE = np.dtype([*_ROW, ("minuend", "u8"), ("exponents", "u8"), ("scale", "f8"), ("type", "u8")])
-_MOMENTS = [("mean", "u8"), ("squares", "u8"), ("last", "u8"), ("compensation", "u8")]
-_NUMBERS = [("unit_eps", "f8"), ("eps", "f8"), ("limit", "f8"), ("step", "i8"), ("type", "u8")]
-_PART = np.dtype([*_ROW, *_MOMENTS, ("rows", "u8"), ("num_rows", "u8"), *_NUMBERS])
+_SOURCE = np.dtype(
+    {
+        "names": ["begin", "size", "first_tile", "x", "minuend", "exponents", "scale", "type"],
+        "formats": [*6 * ["u8"], "f8", "u8"],
+    }
+)
+_POINTERS = ["x", "mean", "squares", "last", "compensation", "rows"]
+_PART = np.dtype(
+    {
+        "names": ["begin", "size", *_POINTERS, "num_rows", "unit_eps", "eps", "limit", "step", "type"],
+        "formats": [*9 * ["u8"], *3 * ["f8"], "i8", "u8"],
+    }
+)
 
 
 class BucketWork(ExecutionContext):
@@ -144,12 +152,11 @@ class BucketWork(ExecutionContext):
         ends = [*accumulate((table.nbytes for table in tables.values()), initial=len(parts) * _PART.itemsize)]
         memory, address = self.runtime.empty(ends[-1], np.uint8), self._address
         coefficients = dict(zip(tables, (address(memory) + end for end in ends), strict=False))
-        rows, first = [], 0
+        rows = []
         for begin, x, moments, table, unit_eps, eps, step in parts:
             numbers = unit_eps, eps, x.dtype.rounds_to_infinity, step, x.dtype.code
             arrays = *map(address, moments), coefficients.get(id(table), 0), len(table)
-            rows.append((begin, x.size, first, x.pointer, *arrays, *numbers))
-            first += ceil_div(x.size, SQUARES_TILE)
+            rows.append((begin, x.size, x.pointer, *arrays, *numbers))
         self._send(memory, np.array(rows, _PART), *tables.values())
         return {"parts": memory, "count": len(rows)}
 

@@ -17,6 +17,7 @@ from sparsecomm.backends.cuda.runtime import (
     PER_THREAD,
     Event,
     Kernel,
+    Launch,
     Moved,
     OnStream,
     Runtime,
@@ -26,7 +27,6 @@ from sparsecomm.backends.cuda.runtime import (
     read_word,
     refuse_capture,
 )
-from sparsecomm.backends.cuda.runtime import Launch as Launch
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor

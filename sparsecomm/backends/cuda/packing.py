@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsecomm.backends.base import value_bytes
-from sparsecomm.backends.cuda.context import Arguments, ExecutionContext, Launch, ceil_div
+from sparsecomm.backends.cuda.context import Arguments, ExecutionContext, ceil_div
 from sparsecomm.backends.cuda.modules import packed_definitions
-from sparsecomm.backends.cuda.runtime import fetch, read_word
+from sparsecomm.backends.cuda.runtime import Launch, fetch, read_word
 from sparsecomm.tensors.kinds import EXACT, ValueKind
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, SparseVector
 
@@ -43,7 +43,8 @@ class Packing(ExecutionContext):
         count, runtime = entries.nnz, self.runtime
         if not count:
             return runtime.empty(0, np.uint8)
-        indices, values, span = entries.indices, entries.values, getattr(entries, "span", None)
+        indices, values = entries.indices, entries.values
+        span = entries.span if isinstance(entries, _Rounded) else None
         if span is None or span.kind is not kind:
             counters = self.zeros(2, np.uint64)
             self.start(*self._find_not_finite(values, kind, counters))
@@ -97,7 +98,8 @@ class Packing(ExecutionContext):
             rounded, span, zeros = self._round(values, kind, types, positions, errors, indices)
             if not zeros:
                 narrow = _Rounded.trusted(indices, rounded, size, shape)
-                narrow.span = span  # type: ignore[attr-defined]
+                assert isinstance(narrow, _Rounded)
+                narrow.span = span
                 return narrow, SparseVector.trusted(entries.indices, errors, size, shape)
             values, indices, positions = self._drop_zeros(rounded, indices, positions, zeros, types)
 
@@ -171,3 +173,4 @@ class _Rounded(SparseVector):
     """Entries whose values are rounded to a kind. `pack` need not wait for their span."""
 
     __slots__ = ("span",)
+    span: _Span

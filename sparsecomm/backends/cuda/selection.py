@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Launch, Operand, ceil_div
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Operand, ceil_div
 from sparsecomm.backends.cuda.modules import merge_definitions, selection_definitions
-from sparsecomm.backends.cuda.runtime import OnStream, refuse_capture
+from sparsecomm.backends.cuda.runtime import Launch, OnStream, refuse_capture
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
