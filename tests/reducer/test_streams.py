@@ -141,6 +141,8 @@ def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
     assert (operations, waits) == counted(8)
     assert operations <= 40
     assert waits <= 5
+    if options == "SparseAdamW":  # in docs/internals/kernels.md; sizes are small here, so top-k takes four launches
+        assert (operations, waits) == (28 if density < 1 else 25, 3)
 
 
 @pytest.mark.parametrize("kind", ["Reducer", "SparseAdamW"])
