@@ -1,11 +1,11 @@
-"""The host's time of calls on a GPU, measured without one: stand-ins for CuPy and PyTorch, whose driver does nothing.
+"""Measures the host's time of calls on a GPU, without a GPU: with stand-ins for CuPy, PyTorch and the driver.
 
     python -m bench.gpu_host                 the table
     python -m bench.gpu_host --profile topk  where the time of one call goes
 
 Everything of the library runs, except for the kernels. The device's memory is zero whatever is written to it, so
 results have no entries. The time includes what the stand-ins take, but not what CuPy, PyTorch and the driver would
-take; calls to these are counted instead. The stand-ins for C functions are compiled with `cc`.
+take; calls to these are counted instead. Needs the extra ``simulated``, and `cc`, which compiles stand-ins in C.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYER = [1024, 1024, 3 * MB, 3072, MB, 1024, 1024, 1024, 4 * MB, 4096, 4 * MB, 1
 GPT2 = [50257 * 1024, MB, *24 * LAYER, 1024, 1024]
 DRIVER = """
 int cuLaunchKernel(void) { return 0; }
-// Of an object that ctypes has made, the address of its structure is the first word.
+// The third word of an object that ctypes has made is the address of its structure.
 int from_object(void** object, void** out) { *out = object[2]; return 0; }
 int current_stream(int type, int device, void** out) { *out = (void*)0x5000; return 0; }
 """
@@ -202,7 +202,7 @@ capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c
 
 
 def replace_torch(driver: ctypes.CDLL) -> Exchange:
-    """Return C functions that must be kept."""
+    """Return the structure of its C functions, which must be kept."""
     from_object, stream = (ctypes.cast(f, ctypes.c_void_p) for f in (driver.from_object, driver.current_stream))
     exchange = Exchange(1, 0, from_object=from_object, stream=stream)
     Tensor.__dlpack_c_exchange_api__ = capsule(ctypes.addressof(exchange), EXCHANGE, None)  # type: ignore[attr-defined]
@@ -253,8 +253,11 @@ def calls(comm: Any) -> dict[str, Call]:
 
 def measure(profiled: str | None, comm: Any) -> None:
     """Print the table, or the profile of one call."""
+    table = calls(comm)
+    if profiled not in (None, *table):
+        raise SystemExit(f"--profile {profiled}: expected one of {', '.join(table)}")
     print(f"{'':24}{'median':>10}{'fastest 5 %':>13}   calls to CUDA, CuPy and PyTorch")
-    for name, call in calls(comm).items():
+    for name, call in table.items():
         if profiled not in (None, name):
             continue
         for _ in range(5):
