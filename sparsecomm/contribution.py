@@ -75,9 +75,9 @@ class Contribution:
             residual: ``None`` if there is no residual.
             chunks: selection by chunk; ``None`` selects from the whole gradient.
             decay: factor of the residual, applied once before the gradient is added.
-            substitute: called once with the entries that were selected; if it returns a tensor, this is contributed
-                instead, and the residual does not change. So the host learns whether gradients were added to the
-                residual in the same wait as how many entries there are.
+            substitute: called once with the selected entries. If it returns a tensor, this is contributed instead, and
+                the residual does not change. On a GPU, one wait can then find the number of entries and whether all
+                gradients were added.
         """
         self.backend, self.shape, self.size = backend, shape, size
         self._gradient, self._residual = gradient, residual
@@ -274,7 +274,7 @@ class Contribution:
         return entries
 
     def _moved(self, first: SparseVector, begin: int, number: int) -> SparseVector:
-        """Return entries of a range with the indices of the gradient. ``number``: theirs in `_removed`."""
+        """Return entries of a range with the indices of the gradient. ``number``: their position in `_removed`."""
         dtype = index_dtype(self.size)
         indices: Any = first.indices.astype(dtype, copy=False)
         entries, offset = SparseVector.trusted(indices, first.values, self.size, self.shape), dtype.type(begin)

@@ -94,7 +94,7 @@ DEVICE Real rounded_to(u64 type, Real value) {
                                          : F16::widen(F16::narrow(value));
 }
 
-// Returns the last of `count` rows whose `field` is at most `at`; the first one's is.
+// Returns the last of `count` rows whose `field` is at most `at`. The first row's always is.
 template <class Row>
 DEVICE const Row* row_of(const Row* rows, u64 count, u64 Row::* field, u64 at) {
     u64 low = 0, high = count;
@@ -279,7 +279,7 @@ write_entries(const Source* sources, u64 count, u64 tiles, const Real* dense, co
             __syncthreads();
         }
         for (u64 i = threadIdx.x; i < size; i += DENSE_THREADS)
-            put(t.row->x, t.row->type, t.begin + i, dense ? dense[first + i] : shared.element[i], false);  // that it cleared
+            put(t.row->x, t.row->type, t.begin + i, dense ? dense[first + i] : shared.element[i], false);  // cleared by this thread
     }
 }
 
@@ -292,7 +292,7 @@ write_entries(const Source* sources, u64 count, u64 tiles, const Real* dense, co
 //   new_*, changes   [out]     one element per entry
 //   jumps            [out]     changes of exponents, or OVERFLOWS
 //   rounded          [out]     rounded weights, or NaN where the step overflows, for entries of a part; may be `values`; or null
-//   faults           [in,out]  every thread that finds an overflow adds 1 to the first, or if a sum is not finite to the second
+//   faults           [in,out]  [0] counts threads that find an overflow, [1] threads that find a sum that is not finite
 KERNEL void __launch_bounds__(DENSE_THREADS)
 adamw(const Part* parts, u64 count, const Exponent* exponents, const Index* indices, const Real* values, u64 host_count,
       const u64* device_count, u64 begin, Real margin, Real* new_weights, Real* new_mean, Real* new_squares, Real* changes,

@@ -102,7 +102,7 @@ DEVICE bool is_last_block(u32* blocks_done) {
     return last;
 }
 
-// Takes the next part of a kernel whose blocks work in steps, of as many parts as there are blocks. Waits for the step before,
+// Takes the next part of a kernel whose blocks work in steps; a step has one part per block. Waits for the step before,
 // and sees its writes. Running blocks have then taken all its parts. All threads call it.
 //
 //   ticket      [in,out]  parts taken, in all steps

@@ -309,7 +309,7 @@ quantize_values(const Value* values, u64 count, const Index* positions, Value* r
 
 // Removes zeros, in order.
 //
-//   values, indices, positions  [in]      `count` entries; positions: of the first values, null if these are the first
+//   values, indices, positions  [in]      `count` entries; positions: in the values of the first round, in which it is null
 //   rest_...                    [out]     the entries whose value is not zero
 //   look_back                   [in,out]  see lookback.cuh
 KERNEL void __launch_bounds__(PACKED_THREADS)

@@ -30,7 +30,7 @@ constexpr u32 KEY_BITS = sizeof(Bits) * 8 - 1;
 template <class Bits>
 constexpr u64 MAX_KEY = (1ull << KEY_BITS<Bits>) - 1;
 
-// Returns the bin of a key: N bins begin at `begin`, and the first and the last also have all keys below and above.
+// Returns the bin of a key: N bins begin at `begin`, and the first and the last also contain all keys below and above.
 template <u32 N>
 DEVICE u32 bin_of(u64 key, u64 begin, u32 shift) {
     const u64 bin = key < begin ? 0 : (key - begin) >> shift;

@@ -259,18 +259,18 @@ class Backend:
         momentum: float,
         if_finite: bool,
     ) -> tuple[int, Any]:
-        """Add at least the first of the addends to a residual: all on a GPU, one on a CPU.
+        """Add one or more of the first addends to a residual: all on a GPU, one on a CPU.
 
         With v as in `Addend`, sets residual = decay * residual + v, or with a velocity, velocity = momentum * velocity
         + v, then residual = decay * residual + velocity. Rounds each operation.
 
         Args:
             residual, velocity: flat, in the accumulator dtype.
-            if_finite: leave out addends with a value that is NaN or infinite, or for which (scale * x)^2 is so if they
-                have units.
+            if_finite: leave out addends with a value that is NaN or infinite. With units, (scale * x)^2 must also be
+                finite.
 
         Returns:
-            The number of addends, and what `wait_for` needs to find those left out.
+            How many, including those left out, and what `wait_for` needs to find the latter.
         """
 
     def wait_for(self, vectors: Sequence[SparseVector], flags: Any = ()) -> list[int]:
@@ -329,14 +329,14 @@ class Backend:
     ) -> AdamWStep:
         """Make all AdamW steps of some weights since their last update: see `AdamWStep`. Changes no argument.
 
-        Rounds each operation. A weight that is not finite overflows only if its moments do. Units follow
-        sqrt(squares) + eps, but may differ from it by a third more than a factor of 2, so that few change to and fro.
+        Rounds each operation. A weight that is not finite overflows only if its moments do. A unit changes where
+        sqrt(squares) + eps is at least 8/3 of it, or below 2/3 of it, so that few units switch back and forth.
 
         Args:
             parts: ascending, without gaps between the first and the last.
             exponents: of the units of all weights of the bucket: see `sparsecomm.backends.adamw.unit_exponents`.
             sums: gradients, divided by the units, with indices of the bucket that are in the parts.
-            margin: an entry also overflows if its weight could not change by this times its change.
+            margin: an entry also overflows if abs(weight) + margin * abs(change) rounds to infinity.
             keep_changes: whether `store_adamw` will change units, too.
         """
 

@@ -149,7 +149,7 @@ class GlobalParameters:
         return found
 
     def _read(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return numbers of arrays without axes, by name. The host waits once for each GPU."""
+        """Return the values of 0-dimensional arrays by name. The host waits once for each GPU."""
         found: dict[str, Any] = {}
         for device, timeline in self._timelines.items():
             of_device = {n: scalar.reshape(1) for n, scalar in scalars.items() if self.specs[n].device == device}

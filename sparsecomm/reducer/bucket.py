@@ -47,7 +47,7 @@ GRADIENT = Addition()
 
 
 class Part(NamedTuple):
-    """Elements ``begin`` to ``end`` of a tensor, the first of them with index ``at`` in the bucket."""
+    """Elements ``begin`` to ``end`` of a tensor. The first has index ``at`` in the bucket."""
 
     spec: TensorSpec
     begin: int
@@ -95,7 +95,7 @@ class Bucket:
     def begin(self) -> None:
         """Begin a step. The calls of the previous step have ended, with or without an error."""
         if self._set_aside:
-            with self.on_stream(self.last_gradient):  # whose memory they are in
+            with self.on_stream(self.last_gradient):  # their memory belongs to its stream
                 while self._set_aside:  # the residual holds only what the call has added
                     name, residual = next(iter(self._set_aside.items()))
                     self.residuals[name] += residual

@@ -37,7 +37,7 @@ class Owner(Protocol):
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
     ) -> int:
-        """Make the step, and replace ``sums``, of all elements of the parts, by new weights. Return a verdict.
+        """Make the step, and overwrite ``sums``, one per element of the parts, with new weights. Return a verdict.
 
         ``without``: tensors without a gradient on any rank. Their weights do not change. If the verdict is `OVERFLOW`,
         elements that overflow become NaN instead.

@@ -86,9 +86,9 @@ class Reducer:
         chunk: number of elements of a chunk; the last chunk of a tensor may be shorter. ``density * chunk`` entries
             are selected in each chunk, at least one.
         bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``. ``None``: large
-            enough that, by the measured costs of messages and of a CPU's work, or by typical costs of a GPU's work, an
-            element costs at most 1.25 times as much as in a huge bucket. Pass a size if only some ranks have their
-            tensors on GPUs, since the default differs there.
+            enough that an element costs at most 1.25 times as much as in a huge bucket. The costs of messages and of
+            CPUs are measured, and those of GPUs assumed. Pass a size if only some ranks have their tensors on GPUs,
+            since the default differs there.
         dense_below: tensors with fewer elements are summed densely, in one call at the end.
         momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate this rank's velocity instead of
             its gradient. Use an optimizer without momentum.
@@ -254,7 +254,7 @@ class Reducer:
     def push_with(self, name: str, x: object, how: Addition = GRADIENT) -> None:
         """Push a value that is computed from ``x`` when it is added to the residual. The sum is in `Step.left`.
 
-        Do not change ``x`` until `wait` returns, or the call of the bucket has begun, as `start_ready` begins it.
+        Do not change ``x`` until `wait` returns, or the call of the bucket has begun.
         """
         with self._lock:
             spec, bucket = self._begin_push(name), self._connection.buckets.by_name[name]

@@ -139,7 +139,7 @@ class BucketWork(ExecutionContext):
     # -- tables and launches ------------------------------------------------------------------------------------------
 
     def _sources(self, addends: Sequence[Addend]) -> tuple[Arguments, int]:
-        """Return a table as arguments, and the number of its tiles."""
+        """Copy a table of tensors to the device. Return it as arguments, and the number of its tiles."""
         address, first, rows = self._address, 0, []
         for begin, x, scale, exponents, minuend in addends:
             rows.append((begin, x.size, first, x.pointer, address(minuend), address(exponents), scale, x.dtype.code))
@@ -147,7 +147,7 @@ class BucketWork(ExecutionContext):
         return {"sources": self._sent(np.array(rows, _SOURCE)), "count": len(rows), "tiles": first}, first
 
     def _parts(self, parts: Sequence[AdamWPart], with_coefficients: bool = True) -> Arguments:
-        """Return a table as arguments, with the coefficients behind it."""
+        """Copy a table, followed by the coefficients, to the device. Return it as arguments."""
         tables = {id(part.table): part.table for part in parts} if with_coefficients else {}
         ends = [*accumulate((table.nbytes for table in tables.values()), initial=len(parts) * _PART.itemsize)]
         memory, address = self.runtime.empty(ends[-1], np.uint8), self._address
@@ -176,13 +176,13 @@ class BucketWork(ExecutionContext):
         self.in_use.keep(sent, self.runtime.record())
 
     def _by_tile(self, name: str, tiles: int, real: ArrayDType, arguments: Arguments, size: int = 0) -> Launch:
-        """Return a launch with a block for each tile, up to a number of blocks. ``size``: of indices."""
+        """Return a launch with a block for each tile, at most 16 per multiprocessor. ``size``: that of the indices."""
         threads, blocks = self.tuning.dense_threads, min(tiles, 16 * self.runtime.multiprocessors)
         types = bucket_definitions(real, int64_indices=size >= INT64_SIZE)
         return self.prepare("bucket.cu", name, types, blocks, threads, arguments)
 
     def _by_entry(self, name: str, count: int, real: ArrayDType, arguments: Arguments, size: int) -> Launch:
-        """Return a launch with about one thread per entry. ``size``: of indices."""
+        """Return a launch with about one thread per entry. ``size``: as in `_by_tile`."""
         types, threads = bucket_definitions(real, int64_indices=size >= INT64_SIZE), self.tuning.dense_threads
         return self.prepare("bucket.cu", name, types, self.spread(count, threads), threads, arguments)
 

@@ -219,7 +219,7 @@ class CountedVector(SparseVector):
 
     @property
     def room(self) -> tuple[Array, Array]:
-        if self._room is None:  # made only now, because arrays cost time before kernels start
+        if self._room is None:  # made only now, because arrays take time in which no kernel runs
             index, value = index_dtype(self.size), self._value
             begin = len(self.memory) - self._capacity * index.itemsize
             values = self.memory[_COUNTER_BYTES:][: self._capacity * value.itemsize]
@@ -281,7 +281,7 @@ class Operand(NamedTuple):
 
 
 def _moved(launch: Launch, blocks: Sequence[tuple[int, int]]) -> Launch:
-    """Replace addresses in ``blocks``, which are given by address and length. Other ints are too small to lie there."""
+    """Replace addresses in ``blocks``, given by address and length. Other ints are smaller than any address."""
     arguments = launch.arguments.copy()
     for name, argument in arguments.items():
         for number, (address, nbytes) in enumerate(blocks):

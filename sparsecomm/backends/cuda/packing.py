@@ -94,7 +94,7 @@ class Packing(ExecutionContext):
         indices, values, positions, size, shape = entries.indices, entries.values, None, entries.size, entries.shape
         types = packed_definitions(kind, values.dtype.itemsize == 8, size >= INT64_SIZE)
         errors = self.runtime.empty(len(values), values.dtype)
-        while True:  # round again until there are no zeros: without them, blocks contain other values
+        while True:  # repeat while rounding makes zeros: without them, blocks contain other values
             rounded, span, zeros = self._round(values, kind, types, positions, errors, indices)
             if not zeros:
                 narrow = _Rounded.trusted(indices, rounded, size, shape)

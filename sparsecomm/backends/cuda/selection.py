@@ -247,7 +247,7 @@ class Selection(ExecutionContext):
         return max(1, ceil_div(capacity, self.tuning.emit_threads * self.tuning.emit_items))
 
     def _filter_rounds(self, x: Tensor, density: float) -> int:
-        """Return the most rounds after which the entries of a warp's part of a tile still fit into shared memory."""
+        """Return the largest number of rounds for which a warp's entries of a tile fit into shared memory."""
         size = self.tuning
         elements = 32 * size.filter_vectors * (16 // x.dtype.itemsize)  # of a round
         room = size.filter_rounds * elements * 5 // 64  # ROOM of filter.cuh
