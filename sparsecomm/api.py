@@ -9,6 +9,7 @@ from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorith
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
 from sparsecomm.calls.collectives import Realignment
 from sparsecomm.calls.measurement import costs_of
+from sparsecomm.calls.nodes import NodesOption, check_nodes, find_nodes
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import check_choice, quote, to_float, to_int
@@ -131,6 +132,7 @@ def explain(
     algorithm: AlgorithmName | Algorithm = "auto",
     op: Op = "sum",
     wire: WireName = "auto",
+    nodes: NodesOption = False,
 ) -> Explanation:
     """Return the algorithm and wire format that `sparse_allreduce` would use, and the costs of others. Print it.
 
@@ -140,6 +142,8 @@ def explain(
         n: number of elements of the gradient.
         dtype: of the gradient.
         k, comm, algorithm, op, wire: as in `sparse_allreduce`.
+        nodes: as in `Reducer`. With nodes, the call is one of those that the ranks of a node make at the same time,
+            each for a slice of the gradient, after a dense sum inside the node, which is not counted.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -152,8 +156,11 @@ def explain(
     options.check(dtype)
     transport = transport_of(comm)
     costs = costs_of(transport)
-    query = options.query(transport, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
-    return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
+    found, _ = find_nodes(transport, check_nodes(nodes))
+    m = 1 if found is None else found.per_node
+    count, shared = count_of(k, size), costs.costs.shared_by(m)
+    query = options.query(transport, -(-size // m), -(-count // m), DTYPES[dtype].accumulator.itemsize, m)
+    return Explanation(query, shared, costs.source, candidates(query, shared), m)
 
 
 @deferred

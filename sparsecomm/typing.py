@@ -9,6 +9,7 @@ registered, pass an `Algorithm` as ``algorithm``: ``sc.algorithms()[name]``.
 """
 
 from sparsecomm.algorithms import AlgorithmName
+from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.reducer.options import Clip, OnStep, ReducerOptions, Schedule, Scope
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import TensorLike
@@ -18,6 +19,6 @@ from sparsecomm.transport import Comm
 from sparsecomm.wire import Op, WireName
 
 __all__ = [
-    "AlgorithmName", "Clip", "Comm", "DTypeName", "NamedTensors", "OnStep", "Op", "ReducerOptions", "Schedule", "Scope",
-    "State", "StateDict", "TensorLike", "WireName",
+    "AlgorithmName", "Clip", "Comm", "DTypeName", "NamedTensors", "NodesOption", "OnStep", "Op", "ReducerOptions",
+    "Schedule", "Scope", "State", "StateDict", "TensorLike", "WireName",
 ]  # fmt: skip

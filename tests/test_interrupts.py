@@ -19,7 +19,7 @@ from tests.stress import scenes  # noqa: E402
 from tests.stress.scenes import SCENES, Scene  # noqa: E402
 from tests.thinning import exhaustive  # noqa: E402
 
-ALONE: dict[str, Scene] = {name: scene for name, scene in SCENES.items() if not name.startswith("torch-hook")}
+ALONE: dict[str, Scene] = {n: scene for n, scene in SCENES.items() if not n.startswith(("torch-hook", "nodes"))}
 ALONE |= {
     "reducer-clip-momentum": scenes._reducer_step(1, clip=5.0, momentum=0.5),
     "reducer-clip-chunks": scenes._reducer_step(1, scope="chunk", chunk=10, decay=0.5, clip=5.0),
@@ -30,7 +30,7 @@ LONG = ("load-DistributedOptimizer", "load-DiLoCo", "torch-optimizer-first")
 class Alone:
     """The only rank, as scenes know it."""
 
-    rank = 0
+    rank, node = 0, "auto"
 
     def new(self) -> Any:
         return MPI.COMM_SELF.Dup()

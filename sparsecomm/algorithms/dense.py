@@ -62,7 +62,7 @@ def reduce_scatter(comm: Communicator, segments: list[Array]) -> None:
     rank, size, own = comm.rank, comm.size, segments[comm.rank]
     if size == 1:
         return
-    if _uses_ring(comm):
+    if uses_ring(comm):
         dst, src = (rank + 1) % size, (rank - 1) % size
         for step in range(size - 1):
             sent, summed = segments[(rank - 1 - step) % size], segments[(rank - 2 - step) % size]
@@ -78,7 +78,7 @@ def all_gather(comm: Communicator, own: Array, lengths: list[int]) -> list[Array
     """Return the segments of all ranks. ``own`` is this rank's, and ``lengths`` are the lengths of all."""
     rank, size = comm.rank, comm.size
     segments = {rank: own}
-    if size > 1 and _uses_ring(comm):
+    if size > 1 and uses_ring(comm):
         for step in range(size - 1):
             source = (rank - 1 - step) % size
             sent, expected = {(rank + 1) % size: segments[(rank - step) % size]}, {(rank - 1) % size: lengths[source]}
@@ -88,7 +88,7 @@ def all_gather(comm: Communicator, own: Array, lengths: list[int]) -> list[Array
     return [segments[each] for each in range(size)]
 
 
-def _uses_ring(comm: Communicator) -> bool:
+def uses_ring(comm: Communicator) -> bool:
     """Return whether ranks share links, which messages to all ranks would cross several times."""
     return 1 < len(set(comm.node_of_rank)) < comm.size
 

@@ -444,6 +444,25 @@ class CpuBackend(Backend):
             total += moving
         return 1, []
 
+    def flat(self, size, dtype, addends, cbool if_finite):
+        """Write each value in one pass, and zeros only where no addend lies."""
+        array, left_out = np.empty(size, dtype), []
+        if sum(addend.x.size for addend in addends) < size:
+            array[:] = 0
+        for i, (begin, x, scale, _, minuend) in enumerate(addends):
+            part = array[begin : begin + x.size]
+            value = self.memory_of(x) if x.dtype.itemsize > 2 else self.accumulate(x, None)
+            if minuend is not None:
+                np.subtract(minuend, value, out=part)
+            elif scale != 1:
+                np.multiply(value, part.dtype.type(scale), out=part)
+            else:
+                part[:] = value
+            if if_finite and not self.finite(self.as_tensor(part, x.shape)):
+                part[:] = 0
+                left_out.append(i)
+        return array, [(range(len(addends)), left_out)]
+
     def _add_difference(self, cnp.ndarray minuend not None, Tensor x not None, Tensor residual not None, double decay, cbool if_finite):
         cdef void* source = checked(minuend, width(x), "minuend", x.size)
         return bool(c_add_difference(source, dense(x), decay, if_finite, checked_residual(residual, x), self.threads))

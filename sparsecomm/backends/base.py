@@ -273,6 +273,22 @@ class Backend:
             How many, including those left out, and what `wait_for` needs to find the latter.
         """
 
+    def flat(
+        self, size: int, dtype: DTypeLike, addends: Sequence[Addend], if_finite: bool
+    ) -> tuple[Array, list[tuple[Sequence[int], Any]]]:
+        """Return an array of ``size`` elements with the values of addends without units, and zeros elsewhere.
+
+        Returns also positions of addends, with what `wait_for` needs to find those that ``if_finite`` has left out.
+        """
+        array, done = self.zeros(size, dtype), 0
+        flags: list[tuple[Sequence[int], Any]] = []
+        values = [addend._replace(exponents=None) for addend in addends]
+        while done < len(values):
+            count, found = self.add_first(values[done:], array, None, 1.0, 0.0, if_finite)
+            flags.append((range(done, done + count), found))
+            done += count
+        return array, flags
+
     def wait_for(self, vectors: Sequence[SparseVector], flags: Any = ()) -> list[int]:
         """Wait, once, for the number of entries of vectors, and for the positions of addends that were left out.
 

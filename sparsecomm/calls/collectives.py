@@ -83,9 +83,17 @@ class SumCall(Call):
         return [*self.label.pairs(), *asdict(self.plan.options).items(), *self.comm.contents]
 
     def _exchange(self) -> SparseVector:
-        plan, contribution, size = self.plan, self.contribution, self.transport.size
-        self._total = total = plan.algorithm.run(self.comm, contribution, plan.k)
-        return contribution.backend.divide(total, size) if plan.mean and size > 1 else total
+        return self._quotient(self._sum(self.comm))
+
+    def _sum(self, comm: Communicator) -> SparseVector:
+        """Return the sum of the contributions of some ranks."""
+        self._total = total = self.plan.algorithm.run(comm, self.contribution, self.plan.k)
+        return total
+
+    def _quotient(self, total: SparseVector) -> SparseVector:
+        """Return the result for a sum: for a mean, divide."""
+        divisor = self.plan.divisor
+        return self.contribution.backend.divide(total, divisor) if divisor > 1 else total
 
     def _finish(self, result: SparseVector) -> None:
         if not self._unsettled:

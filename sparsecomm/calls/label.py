@@ -94,6 +94,8 @@ def _advice(name: str, values: list[str]) -> str:
     functions = [value.partition("(")[0] for value in values if name == "call" and "(" in value]
     if len(functions) == 1:
         return f"call {functions[0]}() on all ranks"
+    if name == "call" and any(value == "comparison of nodes" for value in values):
+        return "pass groups as nodes= on all ranks, or on none"
     if name == "measured costs" or (name == "call" and any(value.startswith("measurement") for value in values)):
         return "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure together"
     if name == "call":

@@ -81,10 +81,14 @@ class Options:
         """Return the options of a dense sum. All ranks contribute to it, so its mean divides by the world size."""
         return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")
 
-    def query(self, transport: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
-        """Return the sizes that the choice depends on; ``value_bytes`` is the size of a value in a sum."""
-        counted = self.op == MEAN_OF_CONTRIBUTORS
-        return CostQuery(transport.size, transport.num_nodes, n, k, value_bytes, self.algorithm, self.wire, counted)
+    def query(self, transport: Transport, n: int, k: int, value_bytes: int, per_node: int = 1) -> CostQuery:
+        """Return the sizes that the choice depends on.
+
+        ``value_bytes``: the size of a value in a sum. ``per_node``: as in `Plan`.
+        """
+        P, counted = transport.size // per_node, self.op == MEAN_OF_CONTRIBUTORS
+        num_nodes = transport.num_nodes if per_node == 1 else P
+        return CostQuery(P, num_nodes, n, k, value_bytes, self.algorithm, self.wire, counted)
 
 
 class Plan:
@@ -102,6 +106,7 @@ class Plan:
         costs: KnownCosts | None,
         chunks: Chunks | None = None,
         arrays: tuple[bool, bool] | None = None,
+        per_node: int = 1,
     ) -> None:
         """Choose the algorithm and the wire format, and prepare messages.
 
@@ -114,15 +119,21 @@ class Plan:
             chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
             arrays: two bools: whether the caller passed a residual, and whether it passed ``out``. The ranks compare
                 both and the shape. Pass ``None`` to skip this comparison, if the label of the calls covers it.
+            per_node: the number of ranks of each node, whose gradients the node has added up. Each of them makes the
+                call with one rank of every other node, at the same time as the others.
         """
         config.timeout()  # raises early if SPARSECOMM_TIMEOUT is invalid; each call reads it again
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs
         self.options = options
         accumulator = dtype.accumulator
-        assumed = profile.DEFAULT if costs is None else costs.costs
+        assumed = (profile.DEFAULT if costs is None else costs.costs).shared_by(per_node)
         # The chosen algorithm and wire format, and their predicted time.
-        self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize), assumed)
-        self.algorithm, self.mean = best.algorithm, options.op == "mean"
+        self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize, per_node), assumed)
+        self.algorithm = best.algorithm
+        # By which the sum is divided. A node counts as one contributor.
+        self.divisor = transport.size if options.op == "mean" else 1
+        if options.op == MEAN_OF_CONTRIBUTORS:
+            self.divisor = per_node
         call = CallSignature(
             best.algorithm.name,
             dtype.code,

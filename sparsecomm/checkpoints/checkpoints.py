@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, SparseCommError, log
 from sparsecomm.signals import deferred
 from sparsecomm.states import loading
-from sparsecomm.states.loading import InterruptedElsewhereError, Interrupts, Prepared, Undo
+from sparsecomm.states.loading import InterruptedElsewhereError, Interrupts, OtherPartsError, Prepared, Undo
 from sparsecomm.transport import Comm, transport_of
 
 T = TypeVar("T")
@@ -88,6 +88,7 @@ def load(
 
     A checkpoint with a damaged file is skipped with a warning, and the one before it is tried. If the world size has
     changed, residuals are distributed over the new ranks (`reshard`), and everything else comes from the old rank 0.
+    The same happens if nodes have changed, and a state of `SparseAdamW` therefore has other parts than its rank needs.
     If you use `LocalSteps` and the world size has changed, start from the global parameters. The state of
     `sparsecomm.jax.sparsify` is a value that contains residuals, so load it with the same world size.
 
@@ -231,7 +232,17 @@ class CheckpointFolder:
                 log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
                 refused = refused or error
                 continue
-            return Checkpoint(checkpoint.step, self._adopt(checkpoint, objects, states), checkpoint.size)
+            values = self._adopt(objects, states, converts=checkpoint.size != self._transport.size)
+            if values is None:
+                try:
+                    states = self._read(checkpoint, objects, range(checkpoint.size))
+                except InvalidInputError as error:
+                    raise type(error)(
+                        f"the checkpoint of {checkpoint} was saved with other nodes; give each rank the files of all "
+                        f"ranks, or pass nodes= as when it was saved. {error}"
+                    ) from error
+                values = self._adopt(objects, states, converts=True)
+            return Checkpoint(checkpoint.step, values or {}, checkpoint.size)
         if refused is not None:
             raise refused
         if any(survey.steps_by_rank):
@@ -250,27 +261,39 @@ class CheckpointFolder:
         return None
 
     def _adopt(
-        self, checkpoint: CheckpointId, objects: Mapping[str, Any], states: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Load objects from states, and return the other values. If an object refuses its state, all ranks raise."""
-        transport, values = self._transport, {}
+        self, objects: Mapping[str, Any], states: list[dict[str, Any]], *, converts: bool
+    ) -> dict[str, Any] | None:
+        """Load objects from states, and return the other values. If an object refuses its state, all ranks raise.
+
+        ``converts``: the states are those of all ranks of another job, and are converted. Without it, return ``None``
+        on all ranks if a state must be converted, because nodes have changed.
+        """
+        transport, values = self._transport, dict[str, Any]()
         for name, obj in objects.items():
 
             def adopt(undo: Undo, name: str = name, obj: Any = obj) -> Prepared:
                 state = states[0][name]
-                if checkpoint.size != transport.size:
+                if converts:
                     state = self._form.for_world([each[name] for each in states], transport.rank, transport.size)
-                if hasattr(obj, "load_state_dict"):
-                    obj.load_state_dict(state)
-                else:
+                if not hasattr(obj, "load_state_dict"):
                     values[name] = state
+                    return Prepared()
+                try:
+                    obj.load_state_dict(state)
+                except OtherPartsError:
+                    if converts:
+                        raise
+                    return Prepared(note="other nodes")
                 return Prepared()
 
-            self._on_all_or_none(f"load() of {name!r}", adopt, f"load {name!r}")
+            if any(self._on_all_or_none(f"load() of {name!r}", adopt, f"load {name!r}")):
+                return None
         return values
 
-    def _read(self, checkpoint: CheckpointId, objects: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Return one dictionary of states by name for each file that this rank loads. Collective."""
+    def _read(
+        self, checkpoint: CheckpointId, objects: Mapping[str, object], ranks: Collection[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return one dictionary of states by name for each file that this rank loads, or for ``ranks``. Collective."""
         states: list[dict[str, Any]] = []
 
         def read(path: Path, checkpoint: CheckpointId, rank: int) -> str:
@@ -280,18 +303,23 @@ class CheckpointFolder:
             states.append(found)
             return save_id
 
-        self._read_all(checkpoint, read)
+        self._read_all(checkpoint, read, ranks)
         return states
 
-    def _read_all(self, checkpoint: CheckpointId, read: Callable[[Path, CheckpointId, int], str]) -> None:
-        """Call ``read``, which returns the save ID, for each file that this rank loads. Collective.
+    def _read_all(
+        self,
+        checkpoint: CheckpointId,
+        read: Callable[[Path, CheckpointId, int], str],
+        ranks: Collection[int] | None = None,
+    ) -> None:
+        """Call ``read``, which returns the save ID, for each file that this rank loads, or for ``ranks``. Collective.
 
         If a rank cannot read a file, or the files were not saved together, all ranks raise `InvalidInputError`.
         """
 
         def prepare(undo: Undo) -> Prepared:
             save_ids: list[str] = []
-            for rank in checkpoint.ranks_for(self._transport):
+            for rank in checkpoint.ranks_for(self._transport) if ranks is None else ranks:
                 path = checkpoint.path(self._folder, rank, self._form.suffix)
                 try:
                     save_ids.append(read(path if os.path.lexists(path) else part_of(path), checkpoint, rank))

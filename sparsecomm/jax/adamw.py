@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsecomm.backends import float_mode_only
 from sparsecomm.backends.adamw import Moments, unit_dtype
+from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.errors import InvalidInputError, SparseCommError, pip_install
 from sparsecomm.jax.exchange import Density, call_from_xla
 from sparsecomm.jax.transform import check_parameters
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class SparseAdamWState(NamedTuple):
-    """The state of `sparse_adamw`. Step and units are the same on all ranks.
+    """The state of `sparse_adamw`. The step is the same on all ranks, and units are, too, unless there are nodes.
 
     Each rank has the moments of a part of the weights. With one rank, they have the shapes of the parameters; with
-    several, each is a flat array of this rank's part of a parameter, which may be empty. Moments and residuals are
-    float32 (float64 for float64).
+    several, each is a flat array of this rank's part of a parameter, which may be empty. With nodes, so are units and
+    residuals. Moments and residuals are float32 (float64 for float64).
     """
 
     step: jax.Array  # number of steps so far; int32, of shape ()
@@ -62,6 +63,7 @@ def sparse_adamw(
     dense_steps: int | None = None,
     comm: Comm = None,
     wire: WireName = "auto",
+    nodes: NodesOption = "auto",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Return ``optax.adamw`` with gradients averaged over all ranks, in 1/41 of the bytes of dense sums.
@@ -82,6 +84,7 @@ def sparse_adamw(
         density: share of the entries that is sent and received: a number or a function, as in `sparsify`.
         dense_steps: as in `sparsify`.
         comm, wire: as in `sparsify`; by default values have 2 bits, and float64 values are exact.
+        nodes: as in `sparsecomm.Reducer`. With nodes, residuals and units are flat arrays of this rank's part, too.
         check_weights_every: as in `sparsify`; units are compared, too.
 
     Returns:
@@ -98,12 +101,13 @@ def sparse_adamw(
 
     @functools.cache
     def on_host(transport: Transport, *specs: TensorSpec) -> _OnHost:
-        return _OnHost({spec.name: spec for spec in specs}, schedule, transport, wire)
+        return _OnHost({spec.name: spec for spec in specs}, schedule, transport, wire, nodes)
 
     def init(params: PyTree) -> SparseAdamWState:
         residuals, structure = jax.tree.flatten(init_residuals(params))
         specs, transport = _specs(params), transport_of(comm)
-        shapes = on_host(transport, *specs).shapes if specs else []  # optax.tree.map_params passes no leaves
+        optimizer = on_host(transport, *specs) if specs else None  # optax.tree.map_params passes no leaves
+        shapes, kept = ([], []) if optimizer is None else (optimizer.shapes, optimizer.kept)
         reals = [leaf.dtype for leaf in residuals]
 
         def zeros(dtypes: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> PyTree:
@@ -115,19 +119,24 @@ def sparse_adamw(
             nu=zeros(reals, shapes),
             last=zeros([jnp.int32] * len(reals), shapes),
             compensation=None if transport.size == 1 else zeros(reals, shapes),
-            units=zeros([unit_dtype(real) for real in reals], [spec.shape for spec in specs]),
-            residuals=jax.tree.unflatten(structure, residuals),
+            units=zeros([unit_dtype(real) for real in reals], kept),
+            residuals=zeros(reals, kept),
             units_lag=jnp.zeros((), bool),
         )
 
     def update(updates: PyTree, state: SparseAdamWState, params: PyTree = None) -> tuple[PyTree, SparseAdamWState]:
         if params is None:
             raise InvalidInputError("sparse_adamw: update got no parameters; call update(gradients, state, params)")
-        grads, *_ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
-        weights, *_ = checked(params, state.residuals, "params", "residuals", comm=comm)
-        check_parameters({"params": params, "units": state.units}, state.step, every, comm=comm)
+        whole, kept = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, state.residuals))
+        are_parts = kept != whole and all(len(shape) == 1 for shape in kept)  # compared by `optimizer.check`
+        shaped = None if are_parts else state.residuals
+        grads, *_ = checked(updates, shaped, "grads", "residuals", comm=comm)
+        weights, *_ = checked(params, shaped, "params", "residuals", comm=comm)
         specs = _specs(params)
-        on_host(transport_of(comm), *specs).check(state)
+        optimizer = on_host(transport_of(comm), *specs)
+        optimizer.check(state)
+        compared = {"params": params} if optimizer.has_slices else {"params": params, "units": state.units}
+        check_parameters(compared, state.step, every, comm=comm)
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         numbers = rate, b1, b2, eps, weight_decay
         fixed = [None if isinstance(each, jax.Array) else float(each) for each in numbers]
@@ -170,9 +179,11 @@ def _specs(params: PyTree) -> list[TensorSpec]:
 class _OnHost:
     """The optimizer of a tree of parameters, in host memory. Between steps it keeps memory and plans, but no state."""
 
-    def __init__(self, specs: dict[str, TensorSpec], schedule: Schedule, comm: Comm, wire: WireName) -> None:
+    def __init__(
+        self, specs: dict[str, TensorSpec], schedule: Schedule, comm: Comm, wire: WireName, nodes: NodesOption
+    ) -> None:
         tensors = dict(reversed(specs.items()))  # a bucket has them in the reverse order
-        self._reducer = Reducer(tensors, schedule, comm=comm, wire=wire, scope="model", **OPTIONS)
+        self._reducer = Reducer(tensors, schedule, comm=comm, wire=wire, scope="model", nodes=nodes, **OPTIONS)
         self._names, self._adamw = list(specs), LazyAdamW(specs, self._reducer, None)
         self._inputs: list[Any] = []  # the state from which an interrupted step began
         self._weights: dict[str, Array] = {}
@@ -185,15 +196,27 @@ class _OnHost:
             return [self._adamw.specs[name].shape for name in self._names]
         return [(end - begin,) for begin, end in map(self._adamw.part, self._names)]
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether this rank has residuals and units of a part of the parameters only: see `Reducer`."""
+        return any(bucket.nodes is not None for bucket in self._reducer.buckets)
+
+    @property
+    def kept(self) -> list[tuple[int, ...]]:
+        """The shapes of this rank's residuals and units."""
+        return [self._reducer.residual(name).shape for name in self._names]
+
     def check(self, state: SparseAdamWState) -> None:
-        """Check that a state has this rank's part of the moments."""
-        expected, found = self.shapes, [leaf.shape for leaf in jax.tree.leaves(state.mu)]
-        if found != expected:
-            transport = self._reducer.transport
-            raise InvalidInputError(
-                f"state: mu has leaves of shapes {found}; expected {expected}, the part of rank {transport.rank} of "
-                f"{transport.size}; pass the state that init or update returned on this rank, with as many ranks"
-            )
+        """Check that a state has this rank's part of the moments, and of the residuals and units."""
+        for name, expected in {"mu": self.shapes, "residuals": self.kept, "units": self.kept}.items():
+            found = [leaf.shape for leaf in jax.tree.leaves(getattr(state, name))]
+            if found != expected:
+                transport = self._reducer.transport
+                raise InvalidInputError(
+                    f"state: {name} has leaves of shapes {found}; expected {expected}, the part of rank "
+                    f"{transport.rank} of {transport.size}; pass the state that init or update returned on this rank, "
+                    "with as many ranks and the same nodes"
+                )
 
     @float_mode_only  # XLA's threads flush denormals
     def step(
@@ -245,7 +268,7 @@ class _OnHost:
         flat: list[list[Any]] = [[leaf.reshape(-1) for leaf in tree] or [None] * len(names) for tree in trees[:4]]
         self._moments = {name: Moments(*its) for name, *its in zip(names, *flat, strict=True)}
         for bucket in reducer.buckets:
-            bucket.units_lag = bool(trees[6][0])
+            bucket.units_lag, bucket.unsummed = bool(trees[6][0]), []  # the caller passes gradients again
         begun = any(exponents.any() for exponents in trees[4])
         adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step))
 

@@ -501,7 +501,7 @@ class FragmentExchange:
             names = [name for name in self.names if (usable and name in names) or self._was_trained[name]]
         if self.outcome is Outcome.NOT_FINITE:
             for name, indices in self._overflows.items():  # drop these entries, which would overflow again
-                self._reducer.residual(name).reshape(-1)[indices] = 0
+                self._reducer.drop(name, indices)
             text = "round %s, fragment %s was not applied: %s"
             log.warning(text, self.round, self.fragment, self._cause or f"rank {rank}: it was not finite when saved")
             names += [name for name in shared.specs if name not in names and not shared.finite(name, parameters[name])]

@@ -31,6 +31,8 @@ from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors
 
+_NOT_COMPARED = "on_step", "bucket_bytes", "nodes"  # options of a `Reducer`, which compares the last two itself
+
 
 class Phase(Enum):
     """What `LocalSteps` is doing."""
@@ -86,7 +88,8 @@ class LocalSteps:
         sync_every: number of local steps in a round; with ``by_speed``, the average over the ranks.
         by_speed: faster ranks take more local steps in a round. Train until `round` reaches a limit.
         deadline: a multiple, above 1, of the expected time to an exchange. A rank that is later is left out of the
-            exchange, and its `round` may rise by several. The constructor is then collective. ``None``: no deadline.
+            exchange, and its `round` may rise by several. The constructor is then collective, and every rank is a node
+            (``nodes=False``). ``None``: no deadline.
         fragments: the number of fragments of neighbouring tensors and about equal size; or a list of names for each.
         fragment_sync_delay: number of local steps between the beginning of an exchange and its application.
         fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
@@ -135,6 +138,10 @@ class LocalSteps:
             raise InvalidInputError(f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD, or None")
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError('op=\'sum\': local steps need a mean; pass "mean" or "mean_of_contributors"')
+        if self._schedule.deadline:  # a rank that is late would hold up its node
+            if options.get("nodes", "auto") not in ("auto", False):
+                raise InvalidInputError(f"deadline={quote(deadline)} does not work with nodes=; remove one of them")
+            options["nodes"] = False
         self._comm: transport.Comm = comm  # the first use replaces it by its transport
         if self._schedule.deadline and not (ranks := self._connect()).threaded:
             raise InvalidInputError(
@@ -153,7 +160,7 @@ class LocalSteps:
             "fragment_update_alpha": alpha,
             "density": density_at(density, 0),
             "type of outer optimizer": type(outer).__name__,
-            **{key: quote(value) for key, value in sorted(compared.items()) if key not in ("on_step", "bucket_bytes")},
+            **{key: quote(value) for key, value in sorted(compared.items()) if key not in _NOT_COMPARED},
             **{name: f"{spec.accumulator.name} {spec.shape}" for name, spec in specs.items()},
             "division into fragments": self.fragments,
         }

@@ -39,17 +39,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsecomm.backends import Backend, default_float_mode
-from sparsecomm.backends.adamw import OVERFLOWS, AdamWPart, AdamWStep, Moments, unit_exponents, units
+from sparsecomm.backends.adamw import OVERFLOWS, AdamWPart, AdamWStep, Moments, unit_dtype, unit_exponents
+from sparsecomm.backends.adamw import units as to_units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, listed, log
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import Addition, Bucket, Part
+from sparsecomm.reducer.bucket import Addition, Bucket, Contents, Part
 from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, SparseStep
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
-from sparsecomm.states.loading import as_float, reading
+from sparsecomm.states.loading import OtherPartsError, as_float, reading
 from sparsecomm.states.schema import is_count, per_rank
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
@@ -227,14 +228,16 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             tensors = self._tensors_of(weights)  # before this rank waits for others, which may refuse gradients
-            reducer.check_weights(
-                self._check_every,
-                lambda: {**replicated, **{f"{name}.unit": reducer.exponents(name) for name in self.moments}},
-            )
+            reducer.check_weights(self._check_every, lambda: {**replicated, **self._replicated_units()})
             if reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
             self._weights, self._rules, self._tables, self._made, self._outcomes = tensors, rules, {}, {}, {}
+
+    def _replicated_units(self) -> dict[str, Array]:
+        """Return the units that are equal on all ranks: not those of slices."""
+        whole = (name for name in self.moments if self._reducer.bucket(name).nodes is None)
+        return {f"{name}.unit": self._reducer.exponents(name) for name in whole}
 
     def _tensors_of(self, weights: Mapping[str, object], writable: bool = False) -> dict[str, Tensor]:
         return {name: spec.tensor(weights[name], name, writable=writable) for name, spec in self.specs.items()}
@@ -292,6 +295,7 @@ class LazyAdamW:
             with self.on_stream(name):
                 moments[name] = self.new_moments(name, self._reducer.transport.size > 1)
                 self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
+                self._reducer.bucket(name).begun.add(name)
         self.moments |= moments
         self.parts |= {name: self.part(name) for name in names}
 
@@ -358,7 +362,7 @@ class LazyAdamW:
         if not done.usable:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
                 if outcome.verdict == OVERFLOW:
-                    found = outcome.result
+                    found = outcome.own
                     with bucket.on_stream(None), bucket.side_stream():
                         which = np.isnan(found.dense) if isinstance(found, DenseSum) else found.indices
                         bucket.residual[which] = 0  # with CuPy's arrays, NumPy calls CuPy
@@ -406,7 +410,7 @@ class LazyAdamW:
         """Change the units of some weights, and convert their residuals. After a dense step, units lag."""
         bucket.units_lag = bucket.units_lag or isinstance(outcome.result, DenseSum)
         with bucket.on_stream(None), bucket.side_stream():
-            residual = bucket.backend.as_tensor(bucket.residual, (bucket.size,))
+            residual = bucket.backend.as_tensor(bucket.residual, (bucket.length,))
             if not isinstance(outcome.result, DenseSum):
                 bucket.backend.change_units(residual, bucket.exponents, outcome.changes)
 
@@ -417,15 +421,16 @@ class LazyAdamW:
                 continue
             with bucket.on_stream(None):
                 own = bucket.backend.zeros(bucket.size, np.float32)
-                views = bucket.views(own)
-                for spec, begin, end, _ in bucket.parts(self._reducer.transport.rank):
-                    squares, old = self.moments[spec.name].squares, bucket.exponents_of[spec.name][begin:end]
+                for spec, begin, end, at in bucket.parts(self._reducer.transport.rank):
+                    squares, old = self.moments[spec.name].squares, bucket.exponents[at : at + end - begin]
                     xp, eps = library_of(squares), squares.dtype.type(rules[spec.name].eps)
-                    views[spec.name][begin:end] = xp.where(squares > 0, unit_exponents(xp, squares, eps), old)
+                    first = bucket.first + at
+                    own[first : first + end - begin] = xp.where(squares > 0, unit_exponents(xp, squares, eps), old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
             sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
             with bucket.on_stream(None):
-                _use_units(bucket.residual, bucket.exponents, sums.dense.astype(bucket.exponents.dtype))
+                new, count = sums.dense[bucket.first : bucket.last], bucket.last - bucket.first
+                _use_units(bucket.residual[:count], bucket.exponents[:count], new.astype(bucket.exponents.dtype))
             bucket.units_lag = False
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
@@ -467,20 +472,24 @@ class LazyAdamW:
                 lost = arrays.compensation is not None and bool(arrays.compensation.any())
                 moments[name] = filled(self.new_moments(name, lost or self._reducer.transport.size > 1), arrays)
                 if exponents is not None:
-                    ours = self._reducer.exponents(name)
-                    ours[:] = from_host(exponents, ours)
+                    self._reducer.bucket(name).begin_units(name, exponents)
         self.adopt(moments, {name: its.step for name, its in saved.items()})
 
-    @default_float_mode
-    def rebuild(self, transport: Transport, rebuilt: Rebuilt) -> None:
-        """Divide the moments among the ranks of a new communicator. Collective.
+    def units(self) -> dict[str, Contents]:
+        """Return this rank's units, for `rebuild`. Call it before `Reducer.rebuild`."""
+        return {name: self._reducer.bucket(name).contents(name) for name in self.moments}
 
-        All ranks take step counts and units from the first rank that is not new. The moments of lost ranks become
-        zeros, and the squares of sqrt(2) units. If units lag behind dense steps, these second moments become the mean
-        of the tensor's others.
+    @default_float_mode
+    def rebuild(self, transport: Transport, rebuilt: Rebuilt, units: Mapping[str, Contents]) -> None:
+        """Divide the moments among the ranks of a new communicator. Collective. ``units``: from `units`.
+
+        All ranks take step counts, and whether units lag, from the first rank that is not new. The moments of lost
+        ranks become zeros, and the squares of sqrt(2) units. If units lag behind dense steps, these second moments
+        become the mean of the tensor's others.
         """
         rank, reducer = transport.rank, self._reducer
         if rank in rebuilt.ranks_joined:
+            units = {}
             self.adopt({}, {})
         root = next(each for each in range(transport.size) if each not in rebuilt.ranks_joined)
         begun = [(name in self.moments, step, reducer.bucket(name).units_lag) for name, step in self.steps.items()]
@@ -493,20 +502,20 @@ class LazyAdamW:
             with self.on_stream(name):
                 if not has_moments:  # other ranks may have moments from a step that failed
                     bucket.discard(name)
+                    bucket.begun.discard(name)
                     exponents[:] = 0
                     continue
-                host = to_host(exponents)
-                _broadcast(host, root, transport)
-                _use_units(bucket.residuals[name], exponents, from_host(host, exponents))
+                host = self._gather_units(name, units.get(name), root, transport)
+                here = host[slice(*bucket.here(name))]
+                _use_units(bucket.residuals[name], exponents, from_host(here, exponents))
+                bucket.begun.add(name)
                 (mean, squares, last, compensation), known = self.gather(name, transport)
                 np.minimum(last, step, out=last)  # the root may be a step behind
                 own = slice(*self.part(name))
                 if (missing := ~known[own]).any():
                     lost += int(missing.sum())
-                    squares[own][missing], last[own][missing] = (
-                        2 * np.square(units(host[own][missing], mean.dtype)),
-                        step,
-                    )
+                    powers = to_units(host[own][missing], mean.dtype)
+                    squares[own][missing], last[own][missing] = 2 * np.square(powers), step
                     if lag and known.any():
                         squares[own][missing], estimate = squares[known].mean(), "the mean of the tensor's others"
                 made = self.new_moments(name, transport.size > 1 or bool(compensation.any()))
@@ -520,6 +529,29 @@ class LazyAdamW:
                 f"{lost:,}",
                 estimate,
             )
+
+    def _gather_units(self, name: str, held: Contents | None, root: int, transport: Transport) -> Array:
+        """Return the exponents of a tensor's units from the ranks that have them, in host memory. Collective.
+
+        ``held``: what this rank has; ``None``: nothing. ``root`` comes first. Units that no rank has are the median.
+        """
+        spec, size = self.specs[name], transport.size
+        parts = np.zeros((size, 2), np.int64)
+        if held is not None and held.exponents is not None:
+            parts[transport.rank] = held.part
+        for rank in range(size):
+            _broadcast(parts[rank], rank, transport)
+        whole, known = np.zeros(spec.size, unit_dtype(spec.accumulator.accumulator)), np.zeros(spec.size, bool)
+        for rank in ((root + i) % size for i in range(size)):
+            own = slice(*parts[rank].tolist())
+            if not known[own].all():
+                if rank == transport.rank and held is not None and held.exponents is not None:
+                    whole[own] = to_host(held.exponents)
+                _broadcast(whole[own], rank, transport)
+                known[own] = True
+        if not known.all() and known.any():
+            whole[~known] = int(np.median(whole[known]))
+        return whole
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
         """Return the `Moments` of a tensor from all ranks, in host memory, and where they are known. Collective.
@@ -555,7 +587,7 @@ def _use_units(residual: Array, exponents: Array, new: Array) -> None:
     """Replace the exponents of units, and convert a residual. New exponents of zero do not count."""
     with np.errstate(all="ignore"):
         xp, dtype, max_ = library_of(residual), residual.dtype, np.finfo(residual.dtype).max
-        ratio = units(exponents, dtype) / units(new, dtype)
+        ratio = to_units(exponents, dtype) / to_units(new, dtype)
         residual[:] = xp.where(residual != 0, xp.clip(residual * ratio, -max_, max_), residual)
         exponents[:] = new
 
@@ -602,7 +634,7 @@ def read_moments(
             raise InvalidInputError(f"state: step of {name} is {quote(step)}; expected a number of steps")
         shape = spec.shape if saved_part is None else (saved_part[1] - saved_part[0],)
         if saved_part is not None and tuple(saved_part) != part:
-            raise InvalidInputError(
+            raise OtherPartsError(
                 f"state: it has elements {saved_part[0]} to {saved_part[1]} of {name}, and this rank keeps {part[0]} "
                 f"to {part[1]}; convert the states of all ranks with sparsecomm.reshard(states, rank, size)"
             )
@@ -644,7 +676,9 @@ def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dic
         if "part" not in first:  # a resharded state, or one of an older version
             found[name] = first
             continue
-        shape = np.shape(old[0]["residuals"][name])
+        slices = old[0]["slices"]
+        shape = np.shape(old[0]["residuals"][name]) if slices is None else slices[name]["shape"]
+        parts.sort(key=lambda its: its["part"])
         whole = {
             field: np.concatenate([np.asarray(each[field]) for each in parts]).reshape(shape)
             for field in Moments._fields

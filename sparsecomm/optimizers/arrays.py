@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
+from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, STATE_FIELDS, AdamWRule, LazyAdamW, SavedMoments, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -48,7 +49,7 @@ class SparseAdamW:
             ranks.
         density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step.
             With 0.09 a weight is updated in one of 11 steps on average.
-        dense_steps, comm, wire, bucket_bytes, on_step: as in `Reducer`.
+        dense_steps, comm, wire, bucket_bytes, nodes, on_step: as in `Reducer`.
         check_weights_every: call `check_weights` for weights and units before each step whose number is a multiple of
             this; 0: before the first step only; ``None``: never.
 
@@ -70,6 +71,7 @@ class SparseAdamW:
         comm: Comm = None,
         wire: WireName = "auto",
         bucket_bytes: int | None = None,
+        nodes: NodesOption = "auto",
         check_weights_every: int | None = 0,
         on_step: OnStep | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class SparseAdamW:
             dense_steps=dense_steps,
             wire=wire,
             bucket_bytes=bucket_bytes,
+            nodes=nodes,
             on_step=on_step,
             **OPTIONS,
         )
@@ -150,8 +153,9 @@ class SparseAdamW:
         moments by approximate values. You must broadcast the weights.
         """
         self._adamw.complete()
+        units = self._adamw.units()
         rebuilt = self._reducer.rebuild(comm, joining=joining)
-        self._adamw.rebuild(transport.transport_of(comm), rebuilt)
+        self._adamw.rebuild(transport.transport_of(comm), rebuilt, units)
         return rebuilt
 
     def discard(self, names: Iterable[str] | None = None) -> None:
@@ -185,13 +189,13 @@ class SparseAdamW:
 
         def prepare(undo: object) -> Prepared:
             prepared = self._reducer.prepare_state(state, _SCHEMA)
-            saved, units = prepared.fields["moments"], prepared.fields["units"]
+            saved = prepared.fields["moments"]
             moments: dict[str, SavedMoments] = {}
             for name, spec in adamw.specs.items() if saved else ():
                 if name not in saved:
                     raise InvalidInputError(f"state: moments lack {name!r}; expected moments of all weights or none")
                 part = prepared.buckets.by_name[name].part(name, rank)
-                moments[name] = read_moments(saved[name], spec, part, None if units else rules[name].eps)
+                moments[name] = read_moments(saved[name], spec, part, None if prepared.has_units else rules[name].eps)
             steps = {name: (its.step, its.exponents) for name, its in moments.items()}
 
             def commit() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from sparsecomm.wire import HEADER_BYTES
@@ -41,6 +41,10 @@ class Costs:
     def latency_entries(self) -> float:
         """The number of entries whose bytes, 12 each with their keys, take as long as the latency."""
         return self.link.alpha / (12 * self.link.beta) if self.link.beta else inf if self.link.alpha else 0.0
+
+    def shared_by(self, ranks: int) -> Costs:
+        """Return the costs of a call that ``ranks`` ranks of each node make at the same time, with other nodes."""
+        return self if ranks == 1 else replace(self, link=replace(self.link, beta=ranks * self.link.beta))
 
     def direct_is_faster(self, P: int, num_nodes: int) -> bool:
         """Return whether P ranks should send to all others at once rather than forward messages in log2 P steps.

@@ -1,38 +1,30 @@
-"""`Bucket`: tensors that one call, a `BucketCall`, sums."""
+"""`Bucket`: tensors that one call, a `BucketCall`, sums, and their residuals."""
 
 from __future__ import annotations
 
-import math
-import time
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.backends.adamw import unit_dtype
+from sparsecomm.backends.adamw import unit_dtype, units
 from sparsecomm.backends.base import Addend, Segment
-from sparsecomm.calls.collectives import SumCall
-from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import plan_costs
+from sparsecomm.calls.nodes import Nodes
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution
-from sparsecomm.primitives.communicator import gather_words
-from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import Settings
-from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, DType
-from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, library_of
-from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
+from sparsecomm.tensors.dtypes import DType
+from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, from_host, library_of
+from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
 
-_NARROW = FLOAT16, BFLOAT16
 _MIN_OWNED = 2048  # minimum elements of an owner; for fewer elements, fewer ranks own some
-_ABSENCE = 1 << 19  # round number of the exchange of absent gradients, above those of algorithms
 
 
 class Addition(NamedTuple):
@@ -47,7 +39,7 @@ GRADIENT = Addition()
 
 
 class Part(NamedTuple):
-    """Elements ``begin`` to ``end`` of a tensor. The first has index ``at`` in the bucket."""
+    """Elements ``begin`` to ``end`` of a tensor. The first has index ``at`` in the slice."""
 
     spec: TensorSpec
     begin: int
@@ -55,15 +47,40 @@ class Part(NamedTuple):
     at: int
 
 
+class Contents(NamedTuple):
+    """What a rank has of a tensor, in flat arrays.
+
+    Attributes:
+        part: the begin and the end of the elements in ``state`` and ``exponents``.
+        state: the residual, and the velocity if there is one.
+        exponents: of units; ``None``: they have not begun.
+        unsummed: as `Bucket.unsummed`, of the whole tensor; empty: nothing.
+    """
+
+    part: tuple[int, int]
+    state: Sequence[Array]
+    exponents: Array | None
+    unsummed: Sequence[Array]
+
+
 class Bucket:
     """Tensors of one device and accumulator dtype, with one flat residual, and one flat velocity under momentum.
+
+    With `Nodes`, elements are divided into slices of equal length; zeros follow the last one. This rank has the
+    residual, the velocity and the exponents of its slice. Without, its slice is the whole bucket.
 
     Methods with an argument ``backend`` or ``plan`` are part of a call and use its stream. Call all other methods
     within `on_stream`.
     """
 
     def __init__(
-        self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends, num_ranks: int
+        self,
+        tensors: Sequence[TensorSpec],
+        dense: bool,
+        settings: Settings,
+        backends: Backends,
+        num_ranks: int,
+        nodes: Nodes | None = None,
     ) -> None:
         self.tensors, self.settings = tuple(tensors), settings  # in the order of the flat vectors
         self.dense = dense  # the tensors are summed without a selection
@@ -71,24 +88,37 @@ class Bucket:
         self.backend = backends.of(self.device)  # for all work outside calls
         self._timeline = self.backend.timeline()
         self._offsets = [0, *accumulate(spec.size for spec in tensors)]
-        self._begins = {spec.name: begin for spec, begin in zip(tensors, self._offsets, strict=False)}
+        self._bounds = {spec.name: bounds for spec, bounds in zip(tensors, pairwise(self._offsets), strict=True)}
         self.size = self._offsets[-1]
         self.nbytes = self.size * self.accumulator.itemsize
-        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)  # of the call's input
+        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)  # of the result
+        self.nodes = nodes if nodes is not None and self.size >= nodes.per_node**2 else None  # no slice is empty
+        self.slices, position = (1, 0) if self.nodes is None else (self.nodes.per_node, self.nodes.position)
+        self.length = -(-self.size // self.slices)  # of a slice
+        self.slice_shape = self.shape if self.nodes is None else (self.length,)  # of the call's input
+        self.first = position * self.length  # this rank's slice has the elements from `first` to `last`
+        self.last = min(self.first + self.length, self.size)
         with self.on_stream(None):
-            self._state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
+            self.state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
             # With `Settings.owner`, the exponents of units, the same on all ranks: see `backends.adamw.unit_exponents`.
             dtype = unit_dtype(self.accumulator.accumulator)
-            self.exponents = self.backend.zeros(0 if settings.owner is None else self.size, dtype)
-        self.residual = self._state[0]
+            self.exponents = self.backend.zeros(0 if settings.owner is None else self.length, dtype)
+        # What the next call adds to the residual and the velocity, with `nodes` after summing it over the node: like
+        # `state`, but of all slices, and without units.
+        self.unsummed: list[Array] = []
+        self._gradients: Array | None = None  # with `nodes`, those of this step, of all slices
+        self.residual = self.state[0]
         self.residuals = self.views(self.residual)
-        self.velocities = self.views(self._state[1]) if settings.momentum else {}
+        self.velocities = self.views(self.state[1]) if settings.momentum else {}
         self.exponents_of = {} if settings.owner is None else self.views(self.exponents)
+        self.begun: set[str] = set()  # tensors whose units have begun, the same on all ranks
         self.units_lag = False  # dense steps have changed the owners' moments, but not the units; the same on all ranks
-        self.owners = min(num_ranks, max(1, self.size // _MIN_OWNED))  # the number of first ranks that own elements
+        # The number of first ranks, or with `nodes` of first nodes, that own elements.
+        self.owners = min(num_ranks // self.slices, max(1, self.length // _MIN_OWNED))
         self._plan_key, self._plan_density = object(), 0.0
         self.last_plan: Plan | None = None  # of the latest call
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
+        self._taken: list[tuple[str, Addend]] = []  # names and what `add_taken` adds
         self.begin()
 
     @default_float_mode
@@ -100,11 +130,13 @@ class Bucket:
                     name, residual = next(iter(self._set_aside.items()))
                     self.residuals[name] += residual
                     del self._set_aside[name]
+        if self._taken or self._gradients is not None:  # memory ran out when the call failed
+            with self.on_stream(self.last_gradient):
+                self.keep_unsummed(self.backend)
         self.missing = set(self.residuals)  # names for which `take` was not called in this step
         self.outs: dict[str, Tensor] = {}  # this step's outputs for sums by name
         self.last_gradient: Tensor | None = None  # that was taken in this step
         self._present: set[str] = set()  # names for which this rank has a gradient
-        self._taken: list[tuple[str, Addend]] = []  # names and what `add_taken` adds
         self._flags: list[tuple[Sequence[str], Any]] = []  # names, and what `Backend.wait_for` needs
         self.nonfinite: set[str] = set()  # names whose gradients were dropped in this step, since they were not finite
 
@@ -132,15 +164,15 @@ class Bucket:
     def take(self, spec: TensorSpec, gradient: Tensor | None, how: Addition = GRADIENT) -> None:
         """Take a gradient; ``None``: this rank has none, and nothing changes.
 
-        `add_taken` adds it to the residual. On a CPU, this does so at once.
+        `add_taken` adds it to the residual. On a CPU without `nodes`, this does so at once.
         """
         name = spec.name
         if gradient is not None:
-            addend = Addend(self._begins[name], gradient, *how)
-            if self.device is CPU and spec.size:
+            addend, at_once = Addend(self._bounds[name][0], gradient, *how), self.device is CPU and self.nodes is None
+            if at_once and spec.size:
                 self._add_first((name,), (addend,))
             self.join(gradient)
-            if self.device is not CPU and spec.size:
+            if not at_once and spec.size:
                 self._taken.append((name, addend))
             self._present.add(name)
         self.missing.discard(name)
@@ -153,7 +185,9 @@ class Bucket:
         self.last_gradient = gradient
 
     def add_taken(self) -> None:
-        """Add what was taken to the residual."""
+        """Add what was taken to the residual, or with `nodes` to `unsummed`."""
+        if self.nodes is not None:
+            self.keep_unsummed(self.backend)
         while self._taken:
             names, addends = zip(*self._taken, strict=True)
             del self._taken[: self._add_first(names, addends)]
@@ -161,11 +195,40 @@ class Bucket:
     @default_float_mode
     def _add_first(self, names: Sequence[str], addends: Sequence[Addend]) -> int:
         """Call `Backend.add_first`, with momentum through the velocity. Return the number of gradients added."""
-        s, velocity = self.settings, self._state[1] if self.settings.momentum else None
+        s, velocity = self.settings, self.state[1] if self.settings.momentum else None
         count, flags = self.backend.add_first(addends, self.residual, velocity, s.decay, s.momentum, s.skip_nonfinite)
         if len(flags):
             self._flags.append((names, flags))
         return count
+
+    @default_float_mode
+    def gradients(self, backend: Backend) -> Array:
+        """Return this step's gradients, without units, in a flat array of all slices. Only with `nodes`."""
+        if self._gradients is None:
+            names, addends = [name for name, _ in self._taken], [addend for _, addend in self._taken]
+            dtype, skip = self.accumulator.accumulator, self.settings.skip_nonfinite
+            self._gradients, found = backend.flat(self.slices * self.length, dtype, addends, skip)
+            self._flags += [([names[i] for i in which], flags) for which, flags in found if len(flags)]
+            self._taken = []
+        return self._gradients
+
+    @default_float_mode
+    def keep_unsummed(self, backend: Backend) -> None:
+        """Add this step's gradients to `unsummed`, because their call has failed or was not made."""
+        if self._taken or self._gradients is not None:
+            gradients = self.gradients(backend)
+            for array in self._begin_unsummed(backend):
+                array += gradients
+            self._gradients = None
+
+    def _begin_unsummed(self, backend: Backend) -> list[Array]:
+        """Return `unsummed`, after making zeros if there is none."""
+        self.unsummed = self.unsummed or [self.zeros_of_all(backend) for _ in self.state]
+        return self.unsummed
+
+    def forget_gradients(self) -> None:
+        """Forget gradients that the node has summed, when their call has succeeded."""
+        self._gradients, self.unsummed = None, []
 
     @default_float_mode
     def sums_of_squares(self, gradients: Sequence[Tensor]) -> list[float]:
@@ -178,6 +241,25 @@ class Bucket:
         value = self.backend.accumulate(x, None)
         return self.backend.as_tensor(library_of(value).subtract(minuend, value, out=value), spec.shape)
 
+    def add_sums(
+        self,
+        backend: Backend,
+        names: Collection[str],
+        sums: Array,
+        residual: Array,
+        velocity: Array | None = None,
+        decay: float = 1.0,
+        momentum: float = 0.0,
+    ) -> None:
+        """Add sums for this rank's slice, without units, to a residual, as `Backend.add_first` does."""
+        everything, exponents, addends = len(names) == len(self.tensors), self.exponents, list[Addend]()
+        for begin, end in [(0, self.last - self.first)] if everything else map(self.within, names):
+            if begin < end:
+                part = backend.as_tensor(sums[begin:end], (end - begin,))
+                addends.append(Addend(begin, part, exponents=exponents[begin:end] if len(exponents) else None))
+        while addends:
+            del addends[: backend.add_first(addends, residual, velocity, decay, momentum, False)[0]]
+
     # -- the call -----------------------------------------------------------------------------------------------------
 
     def planned(self, queue: CallQueue, density: float) -> Plan | None:
@@ -188,34 +270,61 @@ class Bucket:
         """Return the plan for calls of this bucket at ``density``. If there is none, make and store it."""
         plan = self.planned(queue, density)
         if plan is None:
-            k, chunks = min(self.size, max(1, round(density * self.size))), None
+            k, chunks = min(self.length, max(1, round(density * self.length))), None
             options, chunk = self.settings.call_options(self.accumulator.name), self.settings.chunk
             if self.dense or density == 1.0:
                 options = options.for_dense_sum()
             elif chunk is not None:
-                chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
-                k = chunks.total(self.size)
+                k, chunks = self._chunks(max(1, round(density * chunk)), chunk)
             backend = queue.backends.of(self.device)
-            costs = plan_costs(transport, options)
-            plan = Plan(transport, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
+            costs, per_node = plan_costs(transport, options), 1 if self.nodes is None else self.nodes.per_node
+            sizes = self.slice_shape, self.length, k
+            plan = Plan(transport, backend, self.accumulator, *sizes, options, costs, chunks, per_node=per_node)
             queue.plans.keep(self._plan_key, plan)
             self._plan_density = density
         self.last_plan = plan
         return plan
 
+    def _chunks(self, k: int, length: int) -> tuple[int, Chunks]:
+        """Return the chunks of this rank's slice, and the largest number of entries selected from any slice."""
+        found = []
+        for first in range(0, self.size, self.length):
+            last = min(first + self.length, self.size)
+            offsets = sorted({min(max(offset, first), last) - first for offset in self._offsets})
+            found.append(Chunks(k, length, tuple(offsets)))
+        return max(chunks.total(self.length) for chunks in found), found[self.first // self.length]
+
     @default_float_mode
     def contribution(self, plan: Plan) -> Contribution:
         """Return this rank's contribution to the step's call, with zeros for tensors without a gradient.
 
-        The residuals of these tensors are set aside until the next step begins, so the call does not send them.
+        With `nodes`, the call itself adds the node's gradients to the residual.
         """
-        self.add_taken()
-        residual = self.backend.as_tensor(self.residual, (self.size,))
-        for name in self.absent():
+        if self.nodes is None:
+            self.add_taken()
+            while self.unsummed:
+                self.add_sums(self.backend, self._bounds, self.unsummed[-1], self.state[len(self.unsummed) - 1])
+                self.unsummed.pop()
+            self.set_aside(self.absent())
+        elif any(addend.minuend is not None for _, addend in self._taken):  # the program may change these tensors soon
+            self.gradients(self.backend)
+        residual = self.backend.as_tensor(self.residual, (self.length,))
+        return Contribution(plan.backend, None, residual, self.slice_shape, self.length, plan.chunks, 1.0, self._poison)
+
+    @default_float_mode
+    def set_aside(self, names: Iterable[str]) -> None:
+        """Set the residuals of some tensors aside until the next step begins, so that the call does not send them."""
+        for name in names:
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
                 self.residuals[name][:] = 0
-        return Contribution(plan.backend, None, residual, self.shape, self.size, plan.chunks, 1.0, self._poison)
+
+    @default_float_mode
+    def restore(self, state: Sequence[Array]) -> None:
+        """Restore copies of `state`, made before anything was set aside."""
+        for array, before in zip(self.state, state, strict=True):
+            array[:] = before
+        self._set_aside.clear()
 
     def _poison(self, selected: Sequence[SparseVector]) -> Tensor | None:
         """Return zeros and one NaN, which all ranks will see, if a gradient was not added because it is not finite.
@@ -228,15 +337,19 @@ class Bucket:
         if not self.nonfinite:
             return None
         poison = self._zeros()
-        self.views(poison)[min(self.nonfinite)][:1] = float("nan")
-        return self.backend.as_tensor(poison, (self.size,))
+        here, _ = self.within(min(self.nonfinite))
+        poison[min(here, self.last - self.first - 1)] = float("nan")
+        return self.backend.as_tensor(poison, (self.length,))
 
     def nonfinite_names(self, taken: SparseVector | None) -> set[str]:
-        """Return tensors whose gradients are not finite on this rank: those dropped, or the first of ``taken``."""
-        if self.nonfinite or taken is None:
+        """Return tensors whose gradients are not finite on this rank: those dropped, or the first of ``taken``.
+
+        With `nodes`, ``taken`` is of several ranks' gradients, and says nothing.
+        """
+        if self.nonfinite or taken is None or self.nodes is not None:
             return self.nonfinite
         indices = taken.indices[~np.isfinite(taken.values)]  # calls CuPy for CuPy's arrays
-        return {self.tensors[bisect_right(self._offsets, int(index)) - 1].name for index in indices[:1]}
+        return {self.tensors[bisect_right(self._offsets, self.first + int(i)) - 1].name for i in indices[:1]}
 
     def absent(self) -> list[str]:
         """Return the names of tensors without a gradient on this rank."""
@@ -263,38 +376,90 @@ class Bucket:
 
     def segments(self, tensors: Mapping[str, Tensor]) -> list[Segment]:
         """Return tensors by name in the order of their elements."""
-        return [Segment(self._begins[spec.name], tensors[spec.name]) for spec in self.tensors if spec.name in tensors]
+        bounds = self._bounds.items()
+        return [Segment(begin, tensors[name]) for name, (begin, _) in bounds if name in tensors]
 
     # -- the state ----------------------------------------------------------------------------------------------------
+
+    def use_exponents(self, name: str, exponents: Array, first: int = 0) -> None:
+        """Take exponents of a tensor's units, from element ``first`` on, as far as they are of this rank's slice."""
+        self.begun.add(name)
+        begin, end = self.here(name)
+        low = max(begin, first)
+        high = max(low, min(end, first + len(exponents)))
+        ours = self.exponents_of[name][low - begin : high - begin]
+        ours[:] = from_host(exponents[low - first : high - first], ours)
+
+    def begin_units(self, name: str, exponents: Array) -> None:
+        """Take the exponents of all units of a tensor, in which a state of an older version has its residual."""
+        self.use_exponents(name, exponents)
+        for array in self.unsummed:
+            self.views(array)[name][:] *= units(from_host(exponents, array), array.dtype)
+
+    def here(self, name: str) -> tuple[int, int]:
+        """Return the begin and the end of the part of a tensor that is in this rank's slice."""
+        begin, end = self._bounds[name]
+        return min(max(self.first, begin), end) - begin, min(max(self.last, begin), end) - begin
+
+    def contents(self, name: str) -> Contents:
+        """Return what this rank has of a tensor, in views."""
+        state, unsummed = ([self.views(array)[name] for array in arrays] for arrays in (self.state, self.unsummed))
+        return Contents(self.here(name), state, self.exponents_of[name] if name in self.begun else None, unsummed)
+
+    def fill(self, name: str, contents: Contents) -> None:
+        """Take the contents of a tensor from another bucket, where this one has zeros.
+
+        Residuals of another part go to `unsummed`. Exponents that ``contents`` lacks stay zero.
+        """
+        part, state, exponents, unsummed = contents
+        here = self.here(name)
+        if exponents is not None and name in self.exponents_of:
+            self.use_exponents(name, exponents, part[0])
+        for i, array in enumerate(self.state):
+            theirs, rest = from_host(state[i], array), [(0, values) for values in unsummed[i : i + 1]]
+            if part == here:
+                self.views(array)[name][:] = theirs
+            elif len(theirs):
+                if exponents is not None and len(exponents):
+                    theirs = theirs * units(from_host(exponents, array), array.dtype)
+                rest.append((part[0], theirs))
+            for begin, values in rest:
+                whole = self.views(self._begin_unsummed(self.backend)[i])[name]
+                whole[begin : begin + len(values)] += from_host(values, array)
 
     @default_float_mode
     def discard(self, name: str) -> None:
         for views in (self.residuals, self.velocities):
             if name in views:
                 views[name][:] = 0
+        for array in self.unsummed:
+            self.views(array)[name][:] = 0
 
     @default_float_mode
     def scale(self, factor: float) -> None:
-        for array in self._state:
+        for array in (*self.state, *self.unsummed):
             array *= factor
 
     @default_float_mode
     def drop_large(self, times: int) -> None:
         """Set entries of the residual and the velocity to zero that overflow if multiplied by ``times``, and NaN."""
         max_ = float(np.finfo(self.residual.dtype).max) / times
-        for array in self._state:
+        for array in self.state:
             array[~(abs(array) <= max_)] = 0
 
     def parts(self, rank: int) -> list[Part]:
         """Return what a rank owns: the parts of tensors in its range."""
-        if rank >= self.owners:
+        node, position = (rank, 0) if self.nodes is None else self.nodes.place(rank)
+        if node >= self.owners:
             return []
-        begin, end = self.size * rank // self.owners, self.size * (rank + 1) // self.owners
+        first = position * self.length
+        begin = first + self.length * node // self.owners
+        end = min(first + self.length * (node + 1) // self.owners, self.size)
         found = []
-        for spec, (first, last) in zip(self.tensors, pairwise(self._offsets), strict=True):
-            if first < end and begin < last:
-                low = max(begin, first)
-                found.append(Part(spec, low - first, min(end, last) - first, low))
+        for spec, (low, high) in zip(self.tensors, pairwise(self._offsets), strict=True):
+            if low < end and begin < high:
+                at = max(begin, low)
+                found.append(Part(spec, at - low, min(end, high) - low, at - first))
         return found
 
     def part(self, name: str, rank: int) -> tuple[int, int]:
@@ -302,126 +467,19 @@ class Bucket:
         owned = {part.spec.name: (part.begin, part.end) for part in self.parts(rank)}
         return owned.get(name, (0, 0))
 
+    def zeros_of_all(self, backend: Backend) -> Array:
+        """Return zeros for the elements of all slices."""
+        return backend.zeros(self.slices * self.length, self.accumulator.accumulator)
+
     def _zeros(self) -> Array:
-        return self.backend.zeros(self.size, self.accumulator.accumulator)
+        return self.backend.zeros(self.length, self.accumulator.accumulator)
+
+    def within(self, name: str) -> tuple[int, int]:
+        """Return where a tensor begins and ends in this rank's slice. The two are equal if it has no elements there."""
+        begin, end = (min(max(bound, self.first), self.last) - self.first for bound in self._bounds[name])
+        return begin, end
 
     def views(self, flat: Array) -> dict[str, Array]:
-        """Return the parts of a flat array by name."""
-        bounds = zip(self.tensors, pairwise(self._offsets), strict=True)
-        return {spec.name: flat[begin:end] for spec, (begin, end) in bounds}
-
-
-class BucketCall(SumCall):
-    """The call that sums a bucket.
-
-    A rank without a gradient for a tensor contributes zeros and marks its messages as incomplete. All ranks see the
-    mark when the algorithm returns. They then exchange which gradients are absent, and which outputs have 16-bit
-    elements, in one more trip.
-    """
-
-    def __init__(
-        self, bucket: Bucket, transport: Transport, queue: CallQueue, density: float, label: Label, counters: Counters
-    ) -> None:
-        plan, within = bucket.plan(transport, queue, density), None
-        with bucket.on_stream(bucket.last_gradient):
-            contribution = bucket.contribution(plan)
-            if bucket.device is not CPU:
-                within = plan.backend.side_stream()  # after all work that the call must wait for
-        skip = bucket.settings.skip_nonfinite
-        super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
-        self.finite = True  # the result, on all ranks; not computed for dense sums without ``skip_nonfinite``
-        self.usable = True  # whether a finite result is usable, the same on all ranks
-        self.largest = 0.0  # the largest magnitude of the result, if it was computed
-        self.nonfinite_here: set[str] = set()  # names of gradients that make the result not finite, on this rank
-        self.left: dict[str, SparseVector] = {}  # results of tensors without an output, by name
-        self.without_gradient: frozenset[str] = frozenset()  # names for which no rank has a gradient
-        self._absent = frozenset(bucket.absent())
-        self._narrow = {name: out.dtype for name, out in bucket.outs.items() if out.dtype in _NARROW}  # later, of all
-        self.names = [spec.name for spec in bucket.tensors]
-        self._bucket, self._counters, self._skip = bucket, counters, skip
-        self._write_seconds = 0.0
-        self._result: SparseVector | None = None  # until the call is settled
-
-    def run(self) -> SparseVector:
-        counters, moved, size = self._counters, self.transport.counters, self.transport.size
-        before = moved.bytes_sent, moved.bytes_received, moved.messages_sent
-        start = time.perf_counter()
-        result = super().run()
-        counters.exchange += time.perf_counter() - start - self._write_seconds
-        counters.write += self._write_seconds
-        counters.bytes_sent += moved.bytes_sent - before[0]
-        counters.bytes_received += moved.bytes_received - before[1]
-        counters.messages_sent += moved.messages_sent - before[2]
-        counters.bytes_dense += 2 * (size - 1) * self._bucket.nbytes // size
-        counters.calls += 1
-        counters.elements += self._bucket.size
-        return result
-
-    def _begin(self) -> None:
-        self.comm.begin(self.label.checksum, incomplete=bool(self._absent))
-
-    def _exchange(self) -> SparseVector:
-        result = super()._exchange()
-        if self.comm.incomplete:
-            self._gather_absent()
-        return result
-
-    def _gather_absent(self) -> None:
-        """Find the names for which no rank has a gradient, and the dtypes of 16-bit outputs. Collective."""
-        count, bits = len(self.names), [name in self._absent for name in self.names]
-        for dtype in _NARROW:
-            bits += [self._narrow.get(name) is not dtype for name in self.names]
-        words = [sum(bit << i for i, bit in enumerate(bits[start : start + 64])) for start in range(0, len(bits), 64)]
-        common = [-1] * len(words)
-        for theirs in gather_words(self.comm, words, _ABSENCE):
-            common = [a & b for a, b in zip(common, theirs, strict=True)]
-        on_all = [common[i // 64] >> i % 64 & 1 for i in range(len(bits))]
-        self.without_gradient = frozenset(compress(self.names, on_all))
-        for i, dtype in enumerate(_NARROW, 1):
-            self._narrow |= {name: dtype for j, name in enumerate(self.names, i * count) if not on_all[j]}
-
-    def settle(self, *, usable: bool) -> None:
-        """With ``skip_nonfinite``, update the residual. ``usable``: the result is applied, on all ranks."""
-        result, bucket, start = self._result, self._bucket, time.perf_counter()
-        if result is None:
-            return
-        with bucket.on_stream(bucket.last_gradient):
-            self.contribution.backend = bucket.backend  # another call may use the queue's backend now
-            with bucket.side_stream():
-                super().settle(usable=usable)
-                if usable:
-                    self._mask(result)
-                self._result = None
-        self._counters.exchange += time.perf_counter() - start
-
-    def _finish(self, result: SparseVector) -> None:
-        super()._finish(result)
-        start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
-        if self._skip or self.plan.algorithm is not ALGORITHMS["dense"]:
-            values = result.dense if isinstance(result, DenseSum) else result.values
-            self.largest = backend.largest(backend.as_tensor(values, values.shape))
-            self.finite = math.isfinite(self.largest)
-            if not self.finite:
-                self.nonfinite_here = self._bucket.nonfinite_names(self.contribution.taken)
-        if self._skip:
-            self._result = result
-        else:
-            self._mask(result)
-        self._count(result)
-        self.left = bucket.write(backend, result, self.without_gradient, self._narrow)
-        self._write_seconds = time.perf_counter() - start
-
-    def _count(self, result: SparseVector) -> None:
-        taken = self.contribution.num_taken
-        self._counters.selected += self._bucket.size if taken is None else taken
-        self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
-
-    def _mask(self, result: SparseVector) -> None:
-        """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
-        bucket, backend = self._bucket, self.contribution.backend
-        if self.plan.algorithm is ALGORITHMS["dense"] or not (bucket.velocities and bucket.settings.masking):
-            return  # after a dense sum momentum continues
-        velocity = bucket.backend.as_tensor(bucket._state[1], (bucket.size,))
-        if (taken := self.contribution.taken) is not None:
-            backend.clear(velocity, taken)
-        backend.clear(velocity, result)
+        """Return by name the parts of a flat array of this rank's slice, or of all elements."""
+        bounds = self._bounds if len(flat) >= self.size else {name: self.within(name) for name in self._bounds}
+        return {name: flat[begin:end] for name, (begin, end) in bounds.items()}

@@ -13,14 +13,14 @@ from sparsecomm.backends.base import on_streams
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps
+from sparsecomm.calls.nodes import Nodes, find_nodes
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.errors import InvalidInputError, log
+from sparsecomm.reducer.bucket import Bucket, Contents
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
-from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
-from sparsecomm.tensors.interop import CPU, Device, TensorSpec, from_host, to_host
+from sparsecomm.tensors.interop import CPU, Device, TensorSpec
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile
@@ -65,13 +65,14 @@ class Buckets:
         number: int,
         bucket_bytes: int,
         num_ranks: int,
+        nodes: Nodes | None = None,
     ) -> None:
         """Make buckets with residuals of zeros. ``backends`` and ``number``: see `Connection`."""
-        s, self._specs = settings, specs
+        s, self._specs, self.nodes = settings, specs, nodes
         self.bucket_bytes = bucket_bytes  # the size at which a bucket is complete
         sent = [spec for spec in reversed(specs.values()) if spec.size]
         self.all = [  # in the order of their calls
-            Bucket([sent[i] for i in positions], dense, s, backends, num_ranks)
+            Bucket([sent[i] for i in positions], dense, s, backends, num_ranks, nodes)
             for positions, dense in layout(sent, s.scope, s.dense_below, bucket_bytes)
         ]
         empty = [Bucket([spec], True, s, backends, num_ranks) for spec in specs.values() if not spec.size]
@@ -80,6 +81,7 @@ class Buckets:
         common = {
             "op": s.options.op, "scope": s.scope, "chunk": s.chunk, "momentum": s.momentum, "masking": s.masking,
             "clip": s.clip, "decay": s.decay, "skip_nonfinite": s.skip_nonfinite,
+            "nodes": None if nodes is None else str(nodes),
         }  # fmt: skip
         tensors = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.all]
         self.label = Label(  # everything that must be equal on the ranks
@@ -100,31 +102,17 @@ class Buckets:
         """Return a context for work with the memory of all buckets on the current stream."""
         return on_streams(bucket.on_stream(None) for bucket in self.all)
 
-    def arrays(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
-        """Return flat views of residuals, velocities and exponents by name. A reducer may lack the latter two."""
-        buckets = [(name, self.by_name[name]) for name in self._specs]
-        return (
-            {name: bucket.residuals[name] for name, bucket in buckets},
-            {name: bucket.velocities[name] for name, bucket in buckets if bucket.velocities},
-            {name: bucket.exponents_of[name] for name, bucket in buckets if bucket.exponents_of},
-        )
+    def contents(self) -> dict[str, Contents]:
+        """Return what this rank has of each tensor, in views of the buckets' arrays."""
+        return {name: self.by_name[name].contents(name) for name in self._specs}
 
-    def fill(self, *arrays: Mapping[str, Array], units_lag: bool) -> None:
-        """Set the arrays of `arrays` to flat arrays by name, in host memory or on the tensors' devices."""
+    def fill(self, contents: Mapping[str, Contents], *, units_lag: bool) -> None:
+        """Take `contents` of other buckets, whose arrays may be in host memory. Here everything must be zero."""
         for bucket in self.all:
             bucket.units_lag = units_lag
         with self.on_current_stream():
-            for ours, theirs in zip(self.arrays(), arrays, strict=True):
-                for name, view in ours.items():
-                    view[:] = from_host(theirs[name], view)
-
-    def to_host(self) -> list[dict[str, Array]]:
-        """Return copies of the arrays of `arrays` by name, in host memory and in the shapes of the tensors."""
-        with self.on_current_stream():
-            return [
-                {name: to_host(array).reshape(self._specs[name].shape) for name, array in arrays.items()}
-                for arrays in self.arrays()
-            ]
+            for name, theirs in contents.items():
+                self.by_name[name].fill(name, theirs)
 
 
 class Connection:
@@ -134,6 +122,7 @@ class Connection:
     queue: CallQueue  # makes the reducer's calls
     number: int  # of this reducer among the reducers that use the queue
     buckets: Buckets
+    nodes_note: str  # which nodes there are, for reports; "" if there is nothing to say
 
     def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
         self.specs, self.settings, self._comm = specs, settings, comm
@@ -143,14 +132,14 @@ class Connection:
     def connect(self) -> Transport:
         """Make the connection and the buckets, and return the transport."""
         transport = transport_of(self._comm)
-        self._attach(self._comm, transport, self._bucket_bytes_on(transport), keep=False)
+        self._attach(self._comm, transport, 0, keep=False, moves=False)
         return transport
 
     def new_buckets(self, bucket_bytes: int) -> Buckets:
         """Return new buckets of zeros, to replace `buckets`."""
         assert self.transport is not None
         size = self.transport.size
-        return Buckets(self.specs, self.settings, self.backends, self.number, bucket_bytes, size)
+        return Buckets(self.specs, self.settings, self.backends, self.number, bucket_bytes, size, self.buckets.nodes)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -161,35 +150,47 @@ class Connection:
         """
         transport, specs = transport_of(comm), self.specs.values()
         keep = not joining and self.transport is not None
-        words = [0 if self.transport is None else self.buckets.bucket_bytes]
+        words = [0, sum(spec.size for spec in specs)]
+        if self.transport is not None:
+            words = [self.buckets.bucket_bytes, sum(bucket.last - bucket.first for bucket in self.buckets.all)]
         number = self._number_on(queue_of(transport))
         label = Label.of(("call", f"rebuild() of Reducer {number}"), *map(_described, specs))
         members = Members(transport, self.transport or self._comm, joining, step, words, label)
         bucket_bytes = next((member.words[0] for member in members.stay if member.words[0]), 0)
-        self._attach(comm, transport, bucket_bytes or self._bucket_bytes_on(transport), keep=keep)
-        return members.rebuilt(sum(spec.size for spec in specs))
+        self._attach(comm, transport, bucket_bytes, keep=keep, moves=True)
+        return members.rebuilt(max(member.words[1] for member in members.stay))  # those lost had about as many
 
-    def _attach(self, comm: Comm, transport: Transport, bucket_bytes: int, *, keep: bool) -> None:
+    def _attach(self, comm: Comm, transport: Transport, bucket_bytes: int, *, keep: bool, moves: bool) -> None:
         """Use ``transport``, which is that of ``comm``, for all later calls, with new buckets.
 
-        ``keep``: copy residuals and velocities from the old buckets.
+        ``bucket_bytes``: 0 for the default. ``keep``: copy residuals and velocities from the old buckets. ``moves``: in
+        `move`, after which groups that define nodes may be gone.
         """
         queue = queue_of(transport)
         number = self._number_on(queue)
-        buckets = Buckets(self.specs, self.settings, self.backends, number, bucket_bytes, transport.size)
+        devices = {spec.device.kind for spec in self.specs.values()}
+        try:
+            nodes, note = find_nodes(transport, self.settings.nodes, devices)
+        except InvalidInputError as error:  # raised on all ranks
+            if not moves:
+                raise
+            nodes, note = None, "unknown after rebuild(), so every rank counts as a node"
+            log.warning("rank %s: nodes: %s: %s", transport.rank, note, error)
+        size = bucket_bytes or self._bucket_bytes_on(transport, nodes)
+        buckets = Buckets(self.specs, self.settings, self.backends, number, size, transport.size, nodes)
         if keep:
+            lag = any(bucket.units_lag for bucket in self.buckets.all)
             with self.buckets.on_current_stream():
-                lag = any(bucket.units_lag for bucket in self.buckets.all)
-                buckets.fill(*self.buckets.arrays(), units_lag=lag)
+                buckets.fill(self.buckets.contents(), units_lag=lag)
         queue.users = max(queue.users, number + 1)
-        self.queue, self.number, self.buckets = queue, number, buckets
+        self.queue, self.number, self.buckets, self.nodes_note = queue, number, buckets, note
         self._comm, self.transport = comm, transport
 
     def _number_on(self, queue: CallQueue) -> int:
         """Return the number that this reducer has, or would get, on a queue."""
         return self.number if self.transport is not None and self.queue is queue else queue.users
 
-    def _bucket_bytes_on(self, transport: Transport) -> int:
+    def _bucket_bytes_on(self, transport: Transport, nodes: Nodes | None) -> int:
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
         costs = profile.DEFAULT  # the size does not matter in other scopes
@@ -198,8 +199,13 @@ class Connection:
         density, options = final_density(self.settings.density, DENSITY.density), Options()
         if self.settings.options.algorithm == "auto":
             options = self.settings.call_options("float32")
-        query = transport.size, transport.num_nodes, density, costs, options.algorithm, options.wire
-        return choice.bucket_bytes(*query, on_gpu=any(spec.device is not CPU for spec in self.specs.values()))
+        size, num_nodes, slices = transport.size, transport.num_nodes, 1
+        if nodes is not None:
+            size = num_nodes = len(nodes.ranks)
+            slices = nodes.per_node
+        query = size, num_nodes, density, costs.shared_by(slices), options.algorithm, options.wire
+        on_gpu = any(spec.device is not CPU for spec in self.specs.values())
+        return slices * choice.bucket_bytes(*query, on_gpu=on_gpu)
 
 
 def _described(spec: TensorSpec) -> tuple[str, str]:

@@ -20,8 +20,10 @@ class Counters:
     Attributes:
         steps, calls, skipped: numbers of steps, calls, and steps that were not usable.
         elements, selected, applied: elements of all gradients, entries that this rank selected, entries of the results.
-        bytes_sent, bytes_received, messages_sent: traffic in sums.
-        bytes_dense: bytes that a ring allreduce of dense gradients, in the dtype of the sums, would have sent.
+        bytes_sent, bytes_received, messages_sent: traffic in sums; bytes without those inside a node.
+        bytes_inside: bytes sent to ranks of the same node, if it counts as one rank; without those of NCCL.
+        bytes_dense: bytes that a ring allreduce of dense gradients, in the dtype of the sums, would have sent; with
+            nodes, this rank's share of those between nodes.
         accumulate: seconds spent adding gradients to residuals and applying momentum.
         exchange: seconds of the calls (selection, messages, merging), which another thread makes if possible.
         write, waited: seconds spent writing results, and seconds in which the program waited for calls.
@@ -39,6 +41,7 @@ class Counters:
     bytes_received: int = 0
     bytes_dense: int = 0
     messages_sent: int = 0
+    bytes_inside: int = 0
     accumulate: float = 0.0
     exchange: float = 0.0
     write: float = 0.0
@@ -92,6 +95,8 @@ class Counters:
             ("sent, received", f"{bytes_text(self.bytes_sent / steps)}, {bytes_text(self.bytes_received / steps)}"),
             ("dense would send", dense),
         ]
+        if self.bytes_inside:
+            rows.append(("sent inside node", bytes_text(self.bytes_inside / steps)))
         times = "accumulate", "exchange", "write", "waited"
         rows += [(name, time_text(getattr(self, name) / steps)) for name in times]
         if self.setup_sent or self.setup_received:

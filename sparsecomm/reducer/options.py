@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.arguments import chunk_of
+from sparsecomm.calls.nodes import NodesOption, check_nodes
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import ARGUMENT_ERRORS, check_choice, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError
@@ -152,6 +153,7 @@ class ReducerOptions(CallOptions, total=False):
     masking: bool
     clip: Clip
     decay: float
+    nodes: NodesOption
     on_step: OnStep | None
 
 
@@ -176,6 +178,7 @@ class Settings:
         clip: Clip,
         decay: float,
         skip_nonfinite: bool,
+        nodes: NodesOption,
     ) -> None:
         first, length = density_at(density, 0), chunk_of(chunk)
         self.density: Schedule = density if callable(density) else first
@@ -186,6 +189,14 @@ class Settings:
         self.momentum, self.decay = to_float(momentum), to_float(decay)
         self.clip = None if clip is None else to_float(clip)
         self.masking, self.skip_nonfinite = to_bool("masking", masking), to_bool("skip_nonfinite", skip_nonfinite)
+        self.nodes = check_nodes(nodes)
+        # These algorithms have their own way to sum inside nodes.
+        if isinstance(options.algorithm, str) and options.algorithm.startswith("hierarchical"):
+            if self.nodes not in ("auto", False):
+                raise InvalidInputError(
+                    f"algorithm={options.algorithm!r} does not work with nodes=; remove one of them"
+                )
+            self.nodes = False
         bytes_valid = bucket_bytes is None or self.bucket_bytes is not None
         for name, value, valid, expected in (
             ("momentum", momentum, 0 <= self.momentum < 1, "must be at least 0 and below 1"),

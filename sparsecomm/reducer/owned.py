@@ -20,7 +20,9 @@ from sparsecomm.algorithms.dense import all_gather, reduce_scatter
 from sparsecomm.algorithms.double import ranges, sums_of_owner
 from sparsecomm.backends import Backend
 from sparsecomm.primitives.communicator import ROUNDS, Communicator, gather_parcels
-from sparsecomm.reducer.bucket import Bucket, BucketCall, Part
+from sparsecomm.reducer.bucket import Bucket, Part
+from sparsecomm.reducer.bucket_call import BucketCall
+from sparsecomm.reducer.node_call import UPDATES, NodeCall
 from sparsecomm.tensors.interop import library_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import format_of_updates
@@ -63,15 +65,17 @@ class SparseStep(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What all ranks know after a call.
+    """What the ranks know after a call.
 
     Attributes:
-        result: the updates of all weights, or the entries that would overflow; a `DenseSum` contains the new weights.
-        changes: the jumps, rounded to the wire format; none on a single rank, which knows them.
-        verdict: `FINE`, or why no rank may apply the step.
+        result: the updates of all weights; a `DenseSum` contains the new weights.
+        own: the part of the result for this rank's slice; with the verdict `OVERFLOW`, its entries that would overflow.
+        changes: the jumps of this rank's slice, rounded to the wire format; none on a single rank, which knows them.
+        verdict: `FINE`, or why no rank may apply the step, the same on all ranks.
     """
 
     result: SparseVector
+    own: SparseVector
     changes: SparseVector
     verdict: int
 
@@ -91,28 +95,36 @@ class OwnedCall(BucketCall):
         super().__init__(*arguments)
         self._owner = owner
 
-    def _exchange(self) -> SparseVector:
-        if self.plan.algorithm is ALGORITHMS["dense"]:
-            self._outcome = self._dense()
-        else:
-            self._outcome = self._sparse()
-            if self.comm.incomplete:
-                self._gather_absent()
+    def _sum(self, comm: Communicator) -> SparseVector:
+        dense = self.plan.algorithm is ALGORITHMS["dense"]
+        self._outcome = self._dense(comm) if dense else self._sparse(comm)
         self._total = self._outcome.result
         return self._total
 
-    def _sparse(self) -> Outcome:
+    def _quotient(self, total: SparseVector) -> SparseVector:
+        return total  # owners have divided the sums
+
+    def _gather(self, node: NodeCall, own: SparseVector) -> SparseVector:
+        outcome = self._outcome
+        result, verdicts = node.gather(own, outcome.verdict)
+        if outcome.verdict < (verdict := max(verdicts)):
+            own = own.part(0, 0)  # only entries of other slices would overflow
+        self._outcome = outcome._replace(result=result, own=own, verdict=verdict)
+        return result
+
+    def _sparse(self, comm: Communicator) -> Outcome:
         """Send each owner this rank's largest entries, and receive updates. Two trips."""
-        comm, gradient, bucket, backend, k = self.comm, self.contribution, self._bucket, self.plan.backend, self.plan.k
+        gradient, bucket, backend, k = self.contribution, self._bucket, self.plan.backend, self.plan.k
         if comm.size == 1:
             return self._step(comm, gradient.topk(k), 0)
-        owned = ranges(bucket.size, max(k, bucket.owners), bucket.owners)
+        owned = ranges(bucket.length, max(k, bucket.owners), bucket.owners)
         sums = sums_of_owner(comm, gradient, owned)
-        comm = comm.subgroup(range(comm.size), 1, wire=format_of_updates(self.plan.choice.wire))
-        made = Outcome(sums.part(0, 0), sums.part(0, 0), FINE)
+        comm = comm.subgroup(range(comm.size), UPDATES, wire=format_of_updates(self.plan.choice.wire))
+        none = sums.part(0, 0)
+        made = Outcome(none, none, none, FINE)
         if comm.rank < bucket.owners:
             begin = owned[comm.rank][0]
-            made = self._step(comm, backend.divide(sums, comm.size) if self.plan.mean else sums, begin)
+            made = self._step(comm, backend.divide(sums, self.plan.divisor), begin)
         own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in owned]
         gathered, found = gather_parcels(comm, own, ROUNDS, within)[: len(owned)], []
         lasts = [changes.indices[-1:] for (_, changes), _ in gathered]
@@ -122,25 +134,25 @@ class OwnedCall(BucketCall):
             if updates.nnz > count or (changes.nnz and next(last) - begin >= updates.nnz):
                 seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {count}"
                 raise comm.broken(owner, seen)
-            found.append(Outcome(updates, _at(changes, updates.indices[positions]), verdict))
+            found.append(Outcome(updates, updates, _at(changes, updates.indices[positions]), verdict))
         verdict = max(outcome.verdict for outcome in found)
-        parts = [outcome[:2] for outcome in found if outcome.verdict == verdict]
+        parts = [(outcome.result, outcome.changes) for outcome in found if outcome.verdict == verdict]
         updates, changes = (backend.concatenate_entries([*vectors]) for vectors in zip(*parts, strict=True))
-        return Outcome(updates, changes, verdict)
+        return Outcome(updates, updates, changes, verdict)
 
     def _step(self, comm: Communicator, sums: SparseVector, begin: int) -> Outcome:
         """Make the owner's step for elements from ``begin`` on, and round the updates to the format of ``comm``."""
         bucket, backend, xp = self._bucket, self.plan.backend, library_of(sums.values)
-        step = self._owner.sparse_step(backend, bucket, bucket.parts(comm.rank), sums)
+        step = self._owner.sparse_step(backend, bucket, bucket.parts(self.transport.rank), sums)
         exact = SparseVector.trusted(sums.indices, step.changes, sums.size, sums.shape)
         if comm.size == 1 and step.verdict == FINE:
-            return Outcome(exact, exact.part(0, 0), FINE)  # nobody needs the updates
+            return Outcome(exact, exact, exact.part(0, 0), FINE)  # nobody needs the updates
         changed = backend.not_zero(step.changes)
         nonzero = None if changed.all() else xp.flatnonzero(changed)
         if nonzero is not None:
             exact = exact.at(nonzero)
         if comm.size == 1:
-            return Outcome(exact, exact.part(0, 0), step.verdict)
+            return Outcome(exact, exact, exact.part(0, 0), step.verdict)
         updates, jumps = comm.quantized(exact, _Kept()), step.jumps
         if nonzero is not None:
             jumps = jumps[nonzero]
@@ -150,22 +162,23 @@ class OwnedCall(BucketCall):
         positions = xp.flatnonzero(jumps)
         jumps, indices = jumps[positions].astype(exact.values.dtype), (positions + begin).astype(sums.indices.dtype)
         changes = SparseVector.trusted(indices, jumps, sums.size, sums.shape)
-        return Outcome(updates, comm.quantized(changes, _Kept()), step.verdict)
+        return Outcome(updates, updates, comm.quantized(changes, _Kept()), step.verdict)
 
-    def _dense(self) -> Outcome:
+    def _dense(self, comm: Communicator) -> Outcome:
         """Add up gradients at their owners, and gather new weights. Two trips."""
-        comm, bucket, total, backend = self.comm, self._bucket, self.contribution.whole(), self.plan.backend
-        bounds = [bucket.size * min(rank, bucket.owners) // bucket.owners for rank in range(comm.size + 1)]
+        bucket, total, backend = self._bucket, self.contribution.whole(), self.plan.backend
+        bounds = [bucket.length * min(rank, bucket.owners) // bucket.owners for rank in range(comm.size + 1)]
         segments = [total[begin:end] for begin, end in pairwise(bounds)]
         reduce_scatter(comm, segments)
         if comm.incomplete:  # known to all, because each rank has heard of all others
             self._gather_absent()
         own = segments[comm.rank]
-        if self.plan.mean and comm.size > 1:
-            own /= comm.size
+        if self.plan.divisor > 1:
+            own /= self.plan.divisor
         verdict = FINE
         if len(own):
-            verdict = self._owner.dense_step(backend, bucket, bucket.parts(comm.rank), own, self.without_gradient)
+            parts = bucket.parts(self.transport.rank)
+            verdict = self._owner.dense_step(backend, bucket, parts, own, self.without_gradient)
         if comm.size > 1:
             sent = backend.zeros(len(own) + 1, own.dtype)  # the last element: the verdict
             sent[:-1], sent[-1] = own, verdict
@@ -176,9 +189,11 @@ class OwnedCall(BucketCall):
             verdicts = library_of(own).concatenate([received[-1:] for received in gathered])
             verdict = int(verdicts.max())  # on a GPU, the host waits once
         none = backend.nonzeros(backend.zeros(0, total.dtype), (0,))
-        return Outcome(backend.nonzeros(total, self.contribution.shape), none, verdict)
+        result = backend.nonzeros(total, self.contribution.shape)
+        return Outcome(result, result, none, verdict)
 
     def _finish(self, result: SparseVector) -> None:
+        self._forget_gradients()
         self.finite, self.usable = self._outcome.verdict != NOT_FINITE, self._outcome.verdict == FINE
         self.nonfinite_here = set() if self.finite else self._bucket.nonfinite_names(self.contribution.taken)
         self._result = result

@@ -13,6 +13,7 @@ from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
+from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
@@ -38,9 +39,13 @@ _KEEP = 1 << 21  # bytes of scratch memory that `Reducer.release_memory` keeps a
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedState(Prepared):
-    """A state that was read, with the buckets that it needs."""
+    """A state that was read, with the buckets that it needs.
+
+    ``has_units``: not if an older version saved it.
+    """
 
     buckets: Buckets
+    has_units: bool
 
 
 @deferred
@@ -102,6 +107,10 @@ class Reducer:
         skip_nonfinite: for loss scaling. If a gradient or a sum is not finite on one rank, the step is unusable on all
             ranks, and on every rank at least one result is not finite. Finite gradients stay in residuals; other
             gradients, and entries that could overflow again, are dropped. It costs two more reads of the gradients.
+        nodes: which ranks reach each other fast. The ranks of a node add up their gradients densely, and count as one
+            rank in the sums between nodes: see docs/guides/nodes.md. "auto": the ranks of a machine, if there are
+            several machines with the same number of ranks, more than one. False: every rank is a node. A process group
+            or an mpi4py communicator: its ranks, this rank among them, for example all machines of a site.
         on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
 
     Attributes:
@@ -134,6 +143,7 @@ class Reducer:
         clip: Clip = None,
         decay: float = 1.0,
         skip_nonfinite: bool = False,
+        nodes: NodesOption = "auto",
         on_step: OnStep | None = None,
     ) -> None:
         if on_step is not None and not callable(on_step):
@@ -141,7 +151,7 @@ class Reducer:
         self._on_step, self._comm = on_step, comm
         schedule, options = with_dense_steps(density, dense_steps), Options.of(algorithm, op, wire)
         sizes, residuals = (scope, chunk, dense_below, bucket_bytes), (momentum, masking, clip, decay)
-        self._settings = Settings(schedule, options, *sizes, *residuals, skip_nonfinite)
+        self._settings = Settings(schedule, options, *sizes, *residuals, skip_nonfinite, nodes)
         self._lock = PollingLock()  # frameworks push from several threads
         self.counters = Counters()
         self._traffic: transport.TrafficCounters | None = None  # of the transport
@@ -451,7 +461,9 @@ class Reducer:
                 self._connection.queue.use_measured(costs)
             self._open, self.weights_checked = self._begin(found["step"]), None
 
-        return PreparedState({key: found[key] for key in REDUCER.keys}, commit, found, buckets=buckets)
+        has_units = bool(found["units"]) or found["slices"] is not None
+        common = {key: found[key] for key in REDUCER.keys}
+        return PreparedState(common, commit, found, buckets=buckets, has_units=has_units)
 
     def release_memory(self) -> None:
         """Give unused scratch memory back to the system, except for about half a byte per element."""
@@ -460,13 +472,23 @@ class Reducer:
         self._connection.backends.release(keep)
 
     def residual(self, name: str) -> Array:
-        """Return the residual of a tensor: a view of its shape, on its device. Its contents change with every step."""
+        """Return the residual of a tensor: a view of its shape, on its device. Its contents change with every step.
+
+        With nodes, it is flat and has only this rank's part of the tensor: see docs/guides/nodes.md.
+        """
         with self._lock:
             spec = self._spec(name)
             self._connect()
             bucket = self._connection.buckets.by_name[name]
             with bucket.on_stream(None):  # the caller uses the view on the current stream
-                return bucket.residuals[name].reshape(spec.shape)
+                flat = bucket.residuals[name]
+                return flat.reshape(spec.shape) if bucket.nodes is None else flat
+
+    def drop(self, name: str, indices: Array) -> None:
+        """Set the residual of a tensor to zero at some indices, on the current stream."""
+        bucket = self.bucket(name)
+        begin, end = bucket.here(name)
+        bucket.residuals[name][indices[(begin <= indices) & (indices < end)] - begin] = 0
 
     def scale(self, factor: float) -> None:
         """Multiply residuals and velocities by a factor, because the gradients of the next steps are scaled by it.
@@ -530,7 +552,8 @@ class Reducer:
         with self._lock:
             connected = [r._connection for r in (self, *others) if r._connection.transport is not None]
             plans = [bucket.last_plan for connection in connected for bucket in connection.buckets.all]
-            return plan_lines(plans) + peer_lines(self._connection.transport)
+            notes = {f"{'nodes':<20} {connection.nodes_note}" for connection in connected if connection.nodes_note}
+            return sorted(notes) + plan_lines(plans) + peer_lines(self._connection.transport)
 
     def count_setup(self) -> None:
         """Count the bytes that the communicator has moved outside sums since the last call of this method."""

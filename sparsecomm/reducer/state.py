@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 
+from sparsecomm.backends import default_float_mode
+from sparsecomm.backends.adamw import unit_dtype
 from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
+from sparsecomm.reducer.bucket import Contents
 from sparsecomm.reducer.connection import Buckets, Connection
-from sparsecomm.states.loading import as_float, reading
-from sparsecomm.states.schema import Schema, StateDict, are_arrays, common, is_count, is_list, is_positive, summed
+from sparsecomm.states.loading import OtherPartsError, as_float, reading
+from sparsecomm.states.schema import Schema, StateDict, are_arrays, common, is_count, is_list, is_positive, per_rank
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import TensorSpec
+from sparsecomm.tensors.interop import TensorSpec, to_host
 from sparsecomm.tuning.profile import KnownCosts, measured
 
 _LINKS = ("link", "node")  # between nodes, and inside a node
@@ -30,13 +34,79 @@ def _is_link(value: Any) -> bool:
     return is_list(value) and len(value) == 3 and all(0 < to_float(each) < 1e9 for each in value)
 
 
+def _whole(state: StateDict, key: str) -> dict[str, tuple[tuple[int, ...], int, Array]]:
+    """Return for each name the shape of the tensor, and where the elements in a flat array of the state begin."""
+    arrays, slices = {name: np.asarray(array) for name, array in state[key].items()}, state["slices"]
+    if slices is None:
+        return {name: (array.shape, 0, array.reshape(-1)) for name, array in arrays.items()}
+    return {name: (tuple(slices[name]["shape"]), slices[name]["part"][0], array) for name, array in arrays.items()}
+
+
+def _sums(key: str) -> Callable[[list[StateDict], int, int], dict[str, Array]]:
+    """Return a function of `Field.reshard` that preserves the sum of arrays over all ranks."""
+
+    @default_float_mode
+    def reshard(old: list[StateDict], rank: int, size: int) -> dict[str, Array]:
+        by_rank = [_whole(state, key) for state in old]
+        shapes = {name: shape for name, (shape, _, _) in by_rank[0].items()}
+        for other, own in enumerate(by_rank):
+            if {name: shape for name, (shape, _, _) in own.items()} != shapes:
+                raise InvalidInputError(f"states: names or shapes of arrays differ between ranks 0 and {other}")
+        sums = {name: np.zeros(shape, by_rank[0][name][2].dtype) for name, shape in shapes.items()}
+        for own in by_rank[rank::size]:
+            for name, (_, begin, array) in own.items():
+                sums[name].reshape(-1)[begin : begin + len(array)] += array
+        return sums
+
+    return reshard
+
+
+def _unsummed(old: list[StateDict], rank: int, size: int) -> dict[str, list[Array]]:
+    found: dict[str, list[Array]] = {}
+    for state in old[rank::size]:
+        for name, arrays in state["unsummed"].items():
+            ours = found.setdefault(name, [np.zeros_like(array) for array in arrays])
+            for our, their in zip(ours, arrays, strict=True):
+                our += their
+    return found
+
+
+def _units(old: list[StateDict], rank: int, size: int) -> dict[str, Array]:
+    if old[0]["slices"] is None:
+        found: dict[str, Array] = old[0]["units"]
+        return found
+    units: dict[str, Array] = {}
+    for state in old:
+        for name, its in state["slices"].items():
+            if its["units"] is not None:
+                own = np.asarray(its["units"])
+                units.setdefault(name, np.zeros(its["shape"], own.dtype)).reshape(-1)[slice(*its["part"])] = own
+    for name, its in old[0]["slices"].items() if units else ():  # zeros for those that have not begun
+        dtype = unit_dtype(np.asarray(old[0]["residuals"][name]).dtype)
+        units.setdefault(name, np.zeros(its["shape"], dtype))
+    return units
+
+
+def _are_slices(value: Any, _: object) -> bool:
+    def is_slice(its: Mapping[str, Any]) -> bool:
+        (begin, end), shape, units = its["part"], its["shape"], its["units"]
+        are_counts = all(map(is_count, (begin, end, *shape)))
+        return are_counts and begin <= end <= math.prod(shape) and (units is None or len(units) == end - begin)
+
+    return value is None or all(map(is_slice, value.values()))
+
+
 REDUCER = Schema(
     "Reducer",
-    3,
+    4,
     {
-        "residuals": summed(),
-        "velocities": summed(),
-        "units": common("arrays of unsigned integers by name", are_arrays("u")),
+        # With nodes, of this rank's part of each tensor: with the shape of the tensor, and its units.
+        "slices": per_rank("parts of tensors by name, or None", _are_slices, lambda *_: None),
+        "residuals": per_rank("arrays of floats by name", are_arrays("f"), _sums("residuals")),
+        "velocities": per_rank("arrays of floats by name", are_arrays("f"), _sums("velocities")),
+        # See `Bucket.unsummed`: for each name a residual, and with momentum a velocity.
+        "unsummed": per_rank("lists of arrays by name", lambda value, _: isinstance(value, dict), _unsummed),
+        "units": common("arrays of unsigned integers by name", are_arrays("u"), _units),
         "units_lag": common("True or False", lambda value, _: isinstance(value, bool)),
         "step": common("a number of steps", is_count),
         "bucket_bytes": common("a number of bytes, at least 1", is_positive),
@@ -45,6 +115,7 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
+    lambda state: {**state, "slices": None, "unsummed": {}},
     lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # moments: of optimizers
 )
 
@@ -52,7 +123,6 @@ REDUCER = Schema(
 def fields_of(connection: Connection, step: int) -> StateDict:
     """Return the fields of a reducer's state, and clear the caches of algorithms."""
     buckets, known = connection.buckets, connection.queue.measured
-    residuals, velocities, units = buckets.to_host()
     for plan in (bucket.last_plan for bucket in buckets.all):
         if plan is not None:
             plan.comm.cache.clear()
@@ -60,10 +130,24 @@ def fields_of(connection: Connection, step: int) -> StateDict:
     if known is not None:
         links = [(name, getattr(known.costs, name)) for name in _LINKS]
         costs = {name: None if link is None else list(astuple(link)) for name, link in links}
-    return {
-        "residuals": residuals,
-        "velocities": velocities,
-        "units": units,
+    shapes = {name: spec.shape for name, spec in connection.specs.items()}
+    fields: StateDict = {"slices": None if buckets.nodes is None else {}}
+    fields |= {"residuals": {}, "velocities": {}, "unsummed": {}, "units": {}}
+    with buckets.on_current_stream():
+        for name, (part, state, exponents, unsummed) in buckets.contents().items():
+            arrays = dict(zip(("residuals", "velocities"), map(to_host, state), strict=False))
+            if unsummed:
+                fields["unsummed"][name] = [to_host(array).reshape(shapes[name]) for array in unsummed]
+            if fields["slices"] is not None:
+                units = None if exponents is None else to_host(exponents)
+                fields["slices"][name] = {"part": list(part), "shape": list(shapes[name]), "units": units}
+            else:
+                units = buckets.by_name[name].exponents_of.get(name)  # zeros if they have not begun
+                arrays |= {} if units is None else {"units": to_host(units)}
+                arrays = {key: array.reshape(shapes[name]) for key, array in arrays.items()}
+            for key, array in arrays.items():
+                fields[key][name] = array
+    return fields | {
         "units_lag": any(bucket.units_lag for bucket in buckets.all),
         "step": step,
         "bucket_bytes": buckets.bucket_bytes,
@@ -76,24 +160,50 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
 
     If it has no units, as one of an older version, they are zeros.
     """
-    specs, momentum = connection.specs, connection.settings.momentum
-    residuals = read_arrays(found["residuals"], specs, "residuals", _ADVICE, copy=False)
-    velocities = read_arrays(found["velocities"], specs if momentum else {}, "velocities", _ADVICE, copy=False)
+    specs, momentum, slices = connection.specs, connection.settings.momentum, found["slices"]
+    parts = {name: (0, spec.size) for name, spec in specs.items()}
+    if slices is not None:
+        with reading("slices", "a part of each tensor"):
+            parts = {name: tuple(slices[name]["part"]) for name in specs}
+    shapes = {} if slices is None else {name: (end - begin,) for name, (begin, end) in parts.items()}
+    residuals = read_arrays(found["residuals"], specs, "residuals", _ADVICE, copy=False, shapes=shapes)
+    moving = specs if momentum else {}
+    velocities = read_arrays(found["velocities"], moving, "velocities", _ADVICE, copy=False, shapes=shapes)
     buckets = connection.new_buckets(found["bucket_bytes"])
-    units: dict[str, Array] = {}
-    for name, ours in buckets.arrays()[2].items():
-        saved = np.asarray(found["units"].get(name) if found["units"] else np.zeros(specs[name].shape, ours.dtype))
-        if saved.shape != specs[name].shape or saved.dtype != ours.dtype:
-            raise InvalidInputError(
-                f"state: units[{name!r}] are {saved.dtype} of shape {saved.shape}; expected {ours.dtype} of shape "
-                f"{specs[name].shape}"
+    contents = {}
+    for name, spec in specs.items():
+        ours, units = buckets.by_name[name].exponents_of.get(name), None
+        has_units = found["units"] if slices is None else slices[name]["units"] is not None
+        if ours is not None and has_units:
+            saved = found["units"].get(name) if slices is None else slices[name]["units"]
+            units = _checked_units(name, saved, ours.dtype, parts[name])
+            if slices is None and not units.any():
+                units = None  # they have not begun
+        if slices is not None and units is not None and parts[name] != buckets.by_name[name].here(name):
+            raise OtherPartsError(
+                f"state: it has the units of elements {parts[name][0]} to {parts[name][1]} of {name}, since it was "
+                "saved with other nodes; convert the states of all ranks with sparsecomm.reshard(states, rank, size)"
             )
-        highest = 254 if ours.dtype == np.uint8 else 2046
-        if saved.any() and not 1 <= saved.min() <= saved.max() <= highest:
-            raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}")
-        units[name] = saved.reshape(-1)
-    buckets.fill(residuals, velocities, units, units_lag=found["units_lag"])
+        state = [residuals[name], *([velocities[name]] if momentum else [])]
+        saved, key = found["unsummed"].get(name, [])[: len(state)], f"unsummed[{name!r}]"
+        unsummed = [as_float(array, key, spec.shape, spec.accumulator) for array in saved]
+        contents[name] = Contents(parts[name], state, units, unsummed)
+    buckets.fill(contents, units_lag=found["units_lag"])
     return buckets
+
+
+def _checked_units(name: str, saved: Any, dtype: Any, part: tuple[int, int]) -> Array:
+    """Return the exponents of the units of a tensor's part as a flat array."""
+    units = np.asarray(saved).reshape(-1)
+    if len(units) != part[1] - part[0] or units.dtype != dtype:
+        raise InvalidInputError(
+            f"state: units[{name!r}] are {units.dtype} of {len(units)} elements; expected {dtype} of "
+            f"{part[1] - part[0]} elements"
+        )
+    highest = 254 if units.dtype == np.uint8 else 2046
+    if units.any() and not 1 <= units.min() <= units.max() <= highest:
+        raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}")
+    return units
 
 
 def measured_costs(costs: Mapping[str, Any] | None) -> KnownCosts | None:
@@ -105,17 +215,23 @@ def measured_costs(costs: Mapping[str, Any] | None) -> KnownCosts | None:
 
 
 def read_arrays(
-    arrays: Any, specs: Mapping[str, TensorSpec], key: str, advice: str, copy: bool = True
+    arrays: Any,
+    specs: Mapping[str, TensorSpec],
+    key: str,
+    advice: str,
+    copy: bool = True,
+    shapes: Mapping[str, tuple[int, ...]] = {},
 ) -> dict[str, Array]:
     """Return the arrays that a state has under ``key`` as flat arrays of the accumulator dtype, by name.
 
-    ``specs``: the expected tensors. ``advice``: how to get the expected names, for the error. See `as_float`.
+    ``specs``: the expected tensors; ``shapes``: other shapes of their arrays. ``advice``: how to get the expected
+    names, for the error. See `as_float`.
     """
     with reading(key, "arrays by name"):
         missing, unexpected = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
     if missing or unexpected:
         raise InvalidInputError(f"state: {key} lacks {listed(missing)}; unexpected: {listed(unexpected)}; {advice}")
     return {
-        name: as_float(arrays[name], f"{key}[{name!r}]", spec.shape, spec.accumulator, copy)
+        name: as_float(arrays[name], f"{key}[{name!r}]", shapes.get(name, spec.shape), spec.accumulator, copy)
         for name, spec in specs.items()
     }

@@ -14,7 +14,8 @@ import numpy as np
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.errors import listed
-from sparsecomm.reducer.bucket import GRADIENT, Addition, Bucket, BucketCall
+from sparsecomm.reducer.bucket import GRADIENT, Addition, Bucket
+from sparsecomm.reducer.bucket_call import BucketCall
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.owned import OwnedCall
@@ -206,7 +207,7 @@ class OpenStep:
         self.take_rest()
         if self._clips:
             self._add_clipped()
-        for bucket in self._buckets:
+        for bucket in self._buckets[len(self._calls) :]:
             with bucket.on_stream(bucket.last_gradient):
                 bucket.add_taken()
         self.settle()

@@ -31,10 +31,15 @@ Undo = list[Callable[[], object]]  # idempotent functions that undo the changes 
 Interrupts = list[BaseException]  # exceptions that signal handlers raised during a wait, to be raised afterwards
 _MAX_ERROR = 1000  # characters of an error that are sent to other ranks
 _INTERRUPT = "interrupt"  # follows the name of an exception that a signal handler raised
+_PARTS = "parts"  # follows the text of an `OtherPartsError`
 
 
 class InterruptedElsewhereError(InvalidInputError):
     """A signal handler of another rank has raised, which says nothing about the state."""
+
+
+class OtherPartsError(InvalidInputError):
+    """A state has other parts of tensors than this rank keeps; `reshard` converts it, given the states of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def load(
             own_error, lines = interrupt, [type(interrupt).__name__, _INTERRUPT]
         else:
             own_error = _name_rank(raised, rank, action)
-            lines = [text_of(own_error)[:_MAX_ERROR] or "no message"]
+            lines = [text_of(own_error)[:_MAX_ERROR] or "no message", *[_PARTS] * isinstance(raised, OtherPartsError)]
     try:
         lines_by_rank, error = _gather_lines(transport, [("call", label), ("keys", [*keys])], lines, pending)
     except BaseException as raised:
@@ -159,7 +164,8 @@ def _compare(lines_by_rank: list[list[str]], keys: Sequence[str], rank: int, act
     """
     for other, lines in enumerate(lines_by_rank):
         if lines[0]:
-            return (InterruptedElsewhereError if lines[1:] == [_INTERRUPT] else InvalidInputError)(
+            kinds = {_INTERRUPT: InterruptedElsewhereError, _PARTS: OtherPartsError}
+            return kinds.get("".join(lines[1:]), InvalidInputError)(
                 f"rank {rank}: rank {other} cannot {action}, so all ranks raise. Its error: {lines[0]}"
             )
     for i, key in enumerate(keys, 2):
@@ -221,6 +227,6 @@ def _name_rank(error: BaseException, rank: int, action: str) -> InvalidInputErro
         text = f"trying to {action} raised {describe(error)}"
     elif text.startswith(f"rank {rank}: "):
         return error
-    named = InvalidInputError(f"rank {rank}: {text}")
+    named = (OtherPartsError if isinstance(error, OtherPartsError) else InvalidInputError)(f"rank {rank}: {text}")
     named.__cause__ = error
     return named

@@ -9,11 +9,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from sparsecomm.backends import default_float_mode
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.loading import DAMAGED, check_equal, compared_text, reading
-from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Transport
 
 StateDict: TypeAlias = dict[str, Any]  # the return type of ``state_dict``
@@ -24,12 +22,11 @@ Reshard: TypeAlias = Callable[[list[StateDict], int, int], Any]  # (states of th
 
 @dataclass(frozen=True)
 class Field:
-    """An entry of a state dict. Create one by `common`, `per_rank` or `summed`."""
+    """An entry of a state dict. Create one by `common` or `per_rank`."""
 
     expected: str  # describes valid values, for error messages
     is_valid: IsValid  # checks a value. Any exception that it raises counts as an invalid value
     common: bool = False  # all ranks have the same value, which is compared when states are loaded or resharded
-    summed: bool = False  # `reshard` preserves the sum of the arrays over all ranks
     reshard: Reshard | None = None  # returns the value for a new rank; None keeps the value of the old rank 0
 
 
@@ -43,11 +40,6 @@ def per_rank(expected: str, is_valid: IsValid, reshard: Reshard) -> Field:
     return Field(expected, is_valid, reshard=reshard)
 
 
-def summed() -> Field:
-    """Return a field that maps names to arrays. `reshard` preserves the sum of each array over all ranks."""
-    return Field("arrays of floats by name", are_arrays("f"), summed=True)
-
-
 class Schema:
     """The layout of a class's state dict. Each rank has its own state dict."""
 
@@ -59,7 +51,7 @@ class Schema:
         version: int,
         fields: Mapping[str, Field],
         advice: str,
-        upgrade: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        *upgrades: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
         """Declare the state dict of a class.
 
@@ -68,16 +60,16 @@ class Schema:
             fields: the fields by key, in the order in which they are read. "format", "world_size" and "rank" are added.
             version: the version of the format. Increase it when a field changes its meaning.
             advice: what the user can do with a state of another version, for the error.
-            upgrade: converts a state of the previous version; ``None``: such a state cannot be read.
+            upgrades: functions that convert a state to the next version, from the previous version backwards.
         """
-        self.name, self._version, self._advice, self._upgrade = name, version, advice, upgrade
+        self.name, self._version, self._advice, self._upgrades = name, version, advice, upgrades
         self.format, self.fields = f"{name} {version}", dict(fields)
         self.keys = [key for key, field in fields.items() if field.common]  # of the common fields
         Schema._by_name[name] = self
 
     def extended(self, name: str, fields: Mapping[str, Field]) -> Schema:
         """Return the schema of a class whose state dict has more fields."""
-        return Schema(name, self._version, {**self.fields, **fields}, self._advice, self._upgrade)
+        return Schema(name, self._version, {**self.fields, **fields}, self._advice, *self._upgrades)
 
     def state(self, transport: Transport, fields: Mapping[str, Any]) -> StateDict:
         return {"format": self.format, "world_size": transport.size, "rank": transport.rank, **fields}
@@ -88,8 +80,11 @@ class Schema:
         with reading("it", expected):
             if not isinstance(state, Mapping) or "format" not in state:
                 raise InvalidInputError(f"state: got {type(state).__name__}; expected {expected}")
-            if self._upgrade is not None and state["format"] == f"{self.name} {self._version - 1}":
-                state = self._upgrade({**state, "format": self.format})
+            older = [f"{self.name} {self._version - age}" for age in range(1, len(self._upgrades) + 1)]
+            if state["format"] in older:
+                for upgrade in self._upgrades[older.index(state["format"]) :: -1]:
+                    state = upgrade(state)
+                state = {**state, "format": self.format}
             if not isinstance(state["format"], str) or state["format"] != self.format:
                 raise InvalidInputError(
                     f"state: got format {quote(state['format'])}; this version of sparsecomm reads {self.format!r}. "
@@ -133,10 +128,7 @@ class Schema:
             values = [state[key] for state in old]
             if field.common and (error := check_equal(key, [compared_text(value) for value in values])) is not None:
                 raise error
-            if field.summed:
-                made[key] = _sums(values, rank, size)
-            else:
-                made[key] = values[0] if field.reshard is None else field.reshard(old, rank, size)
+            made[key] = values[0] if field.reshard is None else field.reshard(old, rank, size)
         return made
 
     def _sort_by_rank(self, states: Iterable[object]) -> list[StateDict]:
@@ -231,18 +223,3 @@ _HEADER = {
     "world_size": Field("at least 1", is_positive),
     "rank": Field("a rank below world_size", lambda value, found: is_count(value) and value < found["world_size"]),
 }
-
-
-@default_float_mode
-def _sums(by_rank: list[dict[str, Any]], rank: int, size: int) -> dict[str, Array]:
-    """Return the sums of the arrays of the old ranks ``rank``, ``rank + size``, and so on, by name."""
-    arrays = [{name: np.asarray(array) for name, array in own.items()} for own in by_rank]
-    shapes = {name: array.shape for name, array in arrays[0].items()}
-    for other, own in enumerate(arrays):
-        if {name: array.shape for name, array in own.items()} != shapes:
-            raise InvalidInputError(f"states: names or shapes of arrays differ between ranks 0 and {other}")
-    sums = {name: np.zeros(array.shape, array.dtype) for name, array in arrays[0].items()}
-    for own in arrays[rank::size]:
-        for name, array in own.items():
-            sums[name] += array
-    return sums

@@ -15,6 +15,7 @@ import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
+from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.checks import Unpack, check_options, quote, to_bool, to_int, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, filled, read_moments
@@ -27,7 +28,6 @@ from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import from_host
 from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import GradientExchange, is_only_making_state
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
@@ -49,6 +49,7 @@ class AdamWOptions(TypedDict, total=False):
     comm: Comm
     wire: WireName
     bucket_bytes: int | None
+    nodes: NodesOption
     check_weights_every: int | None
     on_step: OnStep | None
 
@@ -88,7 +89,7 @@ class SparseAdamW(SparseOptimizer):
         amsgrad, foreach, capturable, differentiable, fused: not supported; true values raise an error.
         density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step
             number.
-        dense_steps, comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
+        dense_steps, comm, wire, bucket_bytes, nodes, on_step: as in `sparsecomm.Reducer`.
         overlap: exchange during backward passes, with the settings of that time. Then do not change gradients, weights
             or settings between ``backward()`` and `step`, accumulate under `no_sync`, and do not use a scaler.
         check_weights_every: as in `SparseState`; the units in which gradients are exchanged are compared as well.
@@ -408,8 +409,7 @@ class AdamWExchange(AutogradExchange):
 
     def _has_units(self, name: str, prepared: PreparedState | None = None) -> bool:
         """Return whether units have begun, so that moments may begin with zeros."""
-        exponents = self._bucket(name, prepared).exponents_of[name]
-        return len(exponents) > 0 and bool(exponents[0])
+        return name in self._bucket(name, prepared).begun
 
     def _bucket(self, name: str, prepared: PreparedState | None) -> Bucket:
         return prepared.buckets.by_name[name] if prepared else self.reducer.bucket(name)
@@ -438,7 +438,7 @@ class AdamWExchange(AutogradExchange):
         moments, count, exponents = read_moments(found, spec, part, eps)
         with self.adamw.on_stream(name):
             if exponents is not None:
-                bucket.exponents_of[name][:] = from_host(exponents, bucket.exponents_of[name])
+                bucket.begin_units(name, exponents)
             zeros = self._zeros(name, part, self.reducer.transport.size > 1 or moments.compensation is not None)
             unusable = {key: tensor for key, tensor in zeros.items() if not _is_usable(entry.get(key), tensor)}
             used = {**entry, "step": _step_tensor(count), **unusable}
@@ -532,16 +532,18 @@ class AdamWExchange(AutogradExchange):
 
         def prepare(undo: Undo) -> Prepared:
             prepared, states, found = self.prepare_state(state), self.optimizer.state, dict[str, dict[str, Any]]()
-            if not prepared.fields["units"]:  # an older version, whose moments are only in the optimizer's state
+            if not prepared.has_units:  # an older version, whose moments are only in the optimizer's state
                 with prepared.buckets.on_current_stream():
-                    for name, exponents in prepared.buckets.arrays()[2].items():
-                        exponents[:] = self.reducer.exponents(name)
+                    for name in self.reducer.names:
+                        if self._has_units(name):
+                            bucket = prepared.buckets.by_name[name]
+                            bucket.use_exponents(name, self.reducer.exponents(name), bucket.here(name)[0])
             for name, saved in prepared.fields["moments"].items():
                 fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
                 found[name] = self.usable_state(self.named[name], {**fields, "step": saved["step"]}, prepared)
 
             def commit() -> None:
-                for name, parameter in self.named.items() if prepared.fields["units"] else ():
+                for name, parameter in self.named.items() if prepared.has_units else ():
                     states[parameter] = {**_without_moments(states.get(parameter, {})), **found.get(name, {})}
                 prepared.commit()
 
@@ -554,8 +556,9 @@ class AdamWExchange(AutogradExchange):
             self.adopt_state(changeable=not self.exchanged)
             if self.exchanged and self.reducer.last is not None:
                 self._update(self.reducer.last)  # before parts change
+        units = self.adamw.units()
         rebuilt = super().rebuild(comm, joining=joining)
-        self.adamw.rebuild(transport_of(comm), rebuilt)
+        self.adamw.rebuild(transport_of(comm), rebuilt, units)
         self._write_steps()
         return rebuilt
 

@@ -7,9 +7,28 @@ from typing import Any, cast
 from sparsecomm.errors import TransportError
 from sparsecomm.signals import deferred
 from sparsecomm.transport import job
-from sparsecomm.transport.base import Comm, Request, TrafficCounters, Transport, existing_transport, group_of
+from sparsecomm.transport.base import (
+    Comm,
+    DenseCollectives,
+    Request,
+    TrafficCounters,
+    Transport,
+    existing_transport,
+    group_of,
+    members_of,
+)
 
-__all__ = ["Comm", "Request", "TrafficCounters", "Transport", "existing_transport", "group_of", "transport_of"]
+__all__ = [
+    "Comm",
+    "DenseCollectives",
+    "Request",
+    "TrafficCounters",
+    "Transport",
+    "existing_transport",
+    "group_of",
+    "members_of",
+    "transport_of",
+]
 
 
 @deferred

@@ -10,8 +10,9 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -126,6 +127,16 @@ class PeerTraffic:
         return self.bytes_sent / self.seconds if self.seconds > 0 else 0.0
 
 
+class DenseCollectives(Protocol):
+    """Dense collectives between the ranks of a node for arrays on their devices, such as NCCL's."""
+
+    def reduce_scatter(self, whole: Array, own: Array) -> None:
+        """Set ``own`` to the sum of this rank's slice of ``whole``, which has slices of equal length."""
+
+    def all_gather(self, own: Array, whole: Array) -> None:
+        """Set ``whole`` to the arrays of all ranks."""
+
+
 class Request(ABC):
     """A message in flight. Its bytes must not change until `wait` returns."""
 
@@ -169,6 +180,14 @@ class Transport(ABC):
     def members(self) -> Sequence[int]:
         """The number of each rank in the whole job; 0 to size - 1 if the job is unknown."""
         return range(self.size)
+
+    def has_collectives(self, device: str) -> bool:
+        """Return whether there are `collectives` for arrays on a kind of device, on all ranks. Else use messages."""
+        return False
+
+    def collectives(self, ranks: Sequence[int], device: str) -> DenseCollectives:
+        """Return dense collectives between some ranks. Collective over ``ranks``; call it between calls."""
+        raise NotImplementedError
 
     def peers(self) -> list[PeerTraffic]:
         """Return the traffic with each peer, ordered by rank; empty if it is not measured."""
@@ -331,6 +350,23 @@ def _existing(module: str, comm: Any) -> Transport | None:
     """Return the transport of ``comm`` if the module for such communicators has been imported and has one."""
     find: Any = getattr(sys.modules.get(module), "existing", None)
     return None if find is None else find(comm)
+
+
+def members_of(comm: object) -> Sequence[int]:
+    """Return the numbers in the whole job of the ranks of a communicator, as `Transport.members`. Sends nothing.
+
+    A process group that is destroyed has none.
+    """
+    transport = existing_transport(comm)  # type: ignore[arg-type]
+    if transport is not None:
+        return transport.members
+    if (group := group_of(comm)) is not None:
+        with suppress(KeyError):
+            return () if type(group) is int else sys.modules["torch.distributed"].get_process_group_ranks(group)
+        return ()
+    MPI, group = sys.modules["mpi4py.MPI"], cast(Any, comm).group
+    numbers: Sequence[int] = MPI.Group.Translate_ranks(group, None, MPI.COMM_WORLD.group)
+    return numbers
 
 
 def group_of(comm: object) -> Any:

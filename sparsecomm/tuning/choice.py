@@ -60,12 +60,16 @@ class Explanation:
     costs: Costs
     source: str  # of the costs
     candidates: Sequence[Candidate]  # the cheapest first; the first one is chosen
+    per_node: int = 1  # ranks of a node, each of which makes such a call for a slice at the same time
 
     def __str__(self) -> str:
         q, link, node = self.query, self.costs.link, self.costs.node or self.costs.link
         per_element = f"per element: select {_ns(self.costs.select)}, add {_ns(self.costs.add)}"
+        where = f"{q.P} ranks of {q.num_nodes} node(s)"
+        if self.per_node > 1:
+            where = f"{q.P} nodes, for each of {self.per_node} slices, whose calls share the link"
         lines = [
-            f"n={q.n}, k={q.k} on {q.P} ranks of {q.num_nodes} node(s); costs: {self.source}",
+            f"n={q.n}, k={q.k} on {where}; costs: {self.source}",
             f"between nodes {_link(link)}, inside {_link(node)}",
             f"per entry: merge {_ns(self.costs.merge)}, pack and unpack {_ns(self.costs.codec)}; " + per_element,
             f"{'algorithm':<24} {'wire':<16} {'predicted':>12}",

@@ -27,6 +27,8 @@ CHANGED = {
     "units",
     "moments",
     "units_lag",
+    "slices",
+    "unsummed",
 }  # fields of states that later versions write differently
 VALUES = {"none": None, "list": [1, -2.5, "text", True, 2**64 - 1], 3: {"pair": (1, 2)}}
 

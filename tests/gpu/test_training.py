@@ -18,6 +18,16 @@ def test_torch() -> None:
     assert status == 0, said
 
 
+@pytest.mark.parametrize(("P", "backend"), [(4, "gloo"), (1, "nccl")])
+def test_nodes(P: int, backend: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    status, said = torchrun(P, "-m", "tests.gpu.nodes", backend)
+    print(said)
+    assert status == 0, said
+
+
 def test_jax() -> None:
     pytest.importorskip("optax")
     options = ("-x", "XLA_PYTHON_CLIENT_PREALLOCATE=false")  # ranks share a GPU

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,45 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
+from tests import ranks
+from tests.thinning import exhaustive
 
 SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in the order in which a Reducer has them
 Arrays = dict[str, np.ndarray]
 MIN_OWNED = 80  # elements of an owner, so that 5 ranks have 4 owners of these weights
+# Layouts: the node of each rank. With these nodes, the ranks of a node count as one.
+NODES: list[Any] = ["0011", "001122", "010110", "00001111", exhaustive("00000000111111112222222233333333")]
+
+
+def run_on(layout: str, program: Callable[[simulated.SimulatedTransport], Any]) -> list[Any]:
+    return ranks.run(len(layout), program, nodes=[*map(int, layout)])
+
+
+def part_of(state: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """Return the begin and the end of the elements of a tensor whose residuals and units a rank has."""
+    if state["slices"] is None:
+        return 0, state["residuals"][name].size
+    begin, end = state["slices"][name]["part"]
+    return begin, end
+
+
+def members_of(layout: str) -> list[list[int]]:
+    """Return the ranks of each node, or if nodes do not count as one, each rank."""
+    nodes = [[rank for rank, number in enumerate(layout) if number == node] for node in dict.fromkeys(layout)]
+    return nodes if len(nodes) > 1 and len({*map(len, nodes)}) == 1 else [[rank] for rank in range(len(layout))]
+
+
+def parts_of(layout: str, rank: int) -> dict[str, tuple[int, int]]:
+    """Return the begin and the end of the elements of `SHAPES` whose residuals and units a rank has."""
+    members, total = next(each for each in members_of(layout) if rank in each), 342
+    length, at, parts = -(-total // len(members)), 0, {}
+    first = length * members.index(rank)
+    for name, shape in reversed(SHAPES.items()):
+        size = int(np.prod(shape))
+        begin, end = (min(max(bound - at, 0), size) for bound in (first, first + length))
+        parts[name] = begin, end
+        at += size
+    return parts
 
 
 def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
@@ -28,9 +63,9 @@ def weights(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
 
 
 def given(step: int, rank: int, P: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
-    """Return gradients without some tensors: on all ranks in some steps, on some ranks in others."""
+    """Return gradients without some tensors: on all ranks in some steps, on some ranks or nodes in others."""
     found = gradients(step, rank, shapes)
-    if step % 3 == 1 and rank % 2:
+    if (step % 3 == 1 and rank % 2) or (step == 3 and rank < P // 2):
         del found["bias"]
     if 4 <= step < 6 or (step == 7 and rank == P - 1):
         del found["matrix"]
@@ -58,12 +93,13 @@ class OfArrays:
 
     @property
     def units(self) -> Arrays:
-        """The exponents of units, with the bias of float32."""
-        return {name: self.it.reducer.exponents(name).reshape(shape) for name, shape in SHAPES.items()}
+        """The exponents of units that this rank has, with the bias of float32, in flat arrays."""
+        return {name: self.it.reducer.exponents(name) for name in SHAPES}
 
     @property
     def residuals(self) -> Arrays:
-        return dict(self.it.state_dict()["residuals"])
+        """The residuals that this rank has, in flat arrays."""
+        return {name: residual.reshape(-1) for name, residual in self.it.state_dict()["residuals"].items()}
 
     def steps(self) -> int:
         return max((its["step"] for its in self.it.state_dict()["moments"].values()), default=0)
@@ -113,7 +149,7 @@ class OfTorch(OfArrays):
     @property
     def residuals(self) -> Arrays:
         residuals = self.it.state_dict()["sparsecomm"]["residuals"]
-        return {name: residual.numpy() for name, residual in residuals.items()}
+        return {name: residual.numpy().reshape(-1) for name, residual in residuals.items()}
 
     def steps(self) -> int:
         return max((int(state["step"]) for state in self.it.state.values()), default=0)
@@ -166,11 +202,11 @@ class OfJax(OfArrays):
 
     @property
     def units(self) -> Arrays:
-        return {name: np.asarray(units) for name, units in self.state.units.items()}
+        return {name: np.asarray(units).reshape(-1) for name, units in self.state.units.items()}
 
     @property
     def residuals(self) -> Arrays:
-        return {name: np.asarray(residual) for name, residual in self.state.residuals.items()}
+        return {name: np.asarray(residual).reshape(-1) for name, residual in self.state.residuals.items()}
 
     def steps(self) -> int:
         return int(self.state.step)

@@ -18,7 +18,7 @@ from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.emulator.deferred import DeferredRuntime
 from tests.optimizers import adapters
-from tests.optimizers.adapters import MIN_OWNED
+from tests.optimizers.adapters import MIN_OWNED, NODES, members_of, part_of, run_on
 from tests.ranks import run
 
 SHAPES = {"matrix": (30, 11), "bias": (11,), "number": (), "nothing": (0, 3)}
@@ -26,23 +26,28 @@ Arrays = dict[str, np.ndarray]
 gradients = partial(adapters.gradients, shapes=SHAPES)
 weights = partial(adapters.weights, SHAPES)
 
-every_size = pytest.mark.parametrize("P", [1, 2, 3, 5])
+every_layout = pytest.mark.parametrize("layout", ["0", "00", "000", "00011", *NODES])
 
 
 class Oracle:
-    """All ranks' steps in flat vectors of float64: the rule of `sparsecomm.optimizers.adamw`, with exact values."""
+    """All ranks' steps in flat vectors of float64: the rule of `sparsecomm.optimizers.adamw`, with exact values.
 
-    def __init__(self, P: int, **rule: Any) -> None:
-        self.P, self.rule = P, rule
+    Ranks that count as one are a member. The k-th ranks of all members exchange the k-th slice.
+    """
+
+    def __init__(self, layout: str, **rule: Any) -> None:
+        self.P, self.rule, self.members = len(layout), rule, members_of(layout)
         order = list(reversed(SHAPES))  # in which tensors lie in the only bucket
         self.names = [name for name in order if np.prod(SHAPES[name])]
         self.sizes = [int(np.prod(SHAPES[name])) for name in self.names]
         self.n = n = sum(self.sizes)
-        self.owners = min(P, max(1, n // MIN_OWNED))
+        self.slices = len(self.members[0])
+        self.length = -(-n // self.slices)
+        self.owners = min(len(self.members), max(1, self.length // MIN_OWNED))
         self.w = self.flat({name: w.astype(float) for name, w in weights().items()})
         self.m, self.v, self.last, self.t = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
         self.unit, self.lag = np.zeros(n), False  # the unit's exponent of two
-        self.residuals = np.zeros((P, n))  # times units
+        self.residuals = np.zeros((len(self.members), n))  # times units
         decay = rule["weight_decay"]
         of_name = {name: decay.get(name, 0) if isinstance(decay, dict) else decay for name in SHAPES}
         self.decay = self.flat({name: np.full(shape, of_name[name]) for name, shape in SHAPES.items()})
@@ -61,6 +66,8 @@ class Oracle:
             overall = sum(means) / self.n
             means = [total / size or overall for total, size in zip(means, self.sizes, strict=True)]
             self.unit = self.target(0.2 * (1 - self.rule["betas"][1]) * np.repeat(means, self.sizes))
+        rows, there = (np.stack([each[ranks].sum(0) for ranks in self.members]) for each in (rows, there))
+        there = there > 0
         self.t += there.any(0)
         kept_back, waiting = np.where(there, 0, self.residuals), np.where(there, self.residuals, 0) + rows
         if density == 1:
@@ -69,7 +76,10 @@ class Oracle:
         else:
             if self.lag:
                 self.unit, self.lag = np.where(self.v > 0, self.target(self.v), self.unit), False
-            mean = self.exchange(waiting, max(1, round(density * self.n)))
+            mean, k = np.zeros(self.n), max(1, round(density * self.length))
+            for begin in range(0, self.n, self.length):
+                own = slice(begin, begin + self.length)
+                mean[own] = self.exchange(waiting[:, own], 2.0 ** self.unit[own], k)
             self.update(np.flatnonzero(mean), mean, lr)
             excess = np.log2(np.sqrt(self.v) + self.rule["eps"]) - self.unit
             up, down = (np.floor(excess + np.log2(factor)) for factor in (0.75, 1.5))
@@ -80,19 +90,19 @@ class Oracle:
     def target(self, squares: np.ndarray) -> np.ndarray:
         return np.floor(np.log2(np.sqrt(squares) + self.rule["eps"]))
 
-    def exchange(self, waiting: np.ndarray, k: int) -> np.ndarray:
-        """Take the largest entries from what waits, and return their means."""
-        n, owners, mean, k = self.n, self.owners, np.zeros(self.n), max(k, self.owners)
+    def exchange(self, waiting: np.ndarray, unit: np.ndarray, k: int) -> np.ndarray:
+        """Take the largest entries from what waits in a slice, and return their means."""
+        owners, mean, k = self.owners, np.zeros(len(unit)), max(k, self.owners)
         for owner in range(owners):
-            own = slice(n * owner // owners, n * (owner + 1) // owners)
+            own = slice(self.length * owner // owners, self.length * (owner + 1) // owners)
             count = k * (owner + 1) // owners - k * owner // owners
-            sums, unit = waiting[owner, own].copy(), 2.0 ** self.unit[own]
-            for rank in range(self.P):
-                if rank != owner:
-                    indices, _ = reference.topk(waiting[rank, own] / unit, count)
-                    sums[indices] += waiting[rank, own][indices]
-                    waiting[rank, own][indices] = 0
-            indices, _ = reference.topk(sums / unit, count)
+            sums = waiting[owner, own].copy()
+            for member in range(len(waiting)):
+                if member != owner:
+                    indices, _ = reference.topk(waiting[member, own] / unit[own], count)
+                    sums[indices] += waiting[member, own][indices]
+                    waiting[member, own][indices] = 0
+            indices, _ = reference.topk(sums / unit[own], count)
             mean[own][indices] = sums[indices] / self.P
             sums[indices] = 0
             waiting[owner, own] = sums
@@ -126,12 +136,35 @@ def whole(states: list[Any]) -> tuple[dict[str, Any], Arrays]:
     return moments, units
 
 
+def waiting(states: list[Any]) -> Arrays:
+    """Return the sums over ranks of what waits, in flat arrays of float64 without units."""
+    found = {name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()}
+    for state in states:
+        for name, residual in state["residuals"].items():
+            found[name][slice(*part_of(state, name))] += residual.ravel() * np.exp2(exponents_of(state, name))
+            found[name] += sum((array.ravel() for array in state["unsummed"].get(name, [])), 0.0)
+    return found
+
+
+def units_of(state: Any, name: str) -> np.ndarray:
+    """Return the exponents of a rank's units in a flat array; an empty one if they have not begun."""
+    own = state["units"][name] if state["slices"] is None else state["slices"][name]["units"]
+    return np.zeros(0, np.uint8) if own is None else np.ravel(own)
+
+
+def exponents_of(state: Any, name: str) -> Any:
+    units = units_of(state, name)
+    return units.astype(float) - (127 if units.dtype == np.uint8 else 1023) if units.any() else 0.0
+
+
 def check_equal(results: list[Any]) -> None:
     """Weights and units are the same on all ranks, and each element has one owner. Results: weights and a state."""
-    first, state = results[0]
+    first, state = results[0][0], sc.reshard([state for _, state in results], 0, 1)
     for mine, its in results:
         assert all(data.same_bits(mine[name], first[name]) for name in first)
-        assert all(data.same_bits(its["units"][name], state["units"][name]) for name in first)
+        for name, units in state["units"].items():
+            if units.size:
+                assert data.same_bits(units_of(its, name), units.ravel()[slice(*part_of(its, name))])
     for name, w in first.items():
         bounds = [its["moments"][name]["part"] for _, its in results]
         parts = sorted((begin, end) for begin, end in bounds if begin < end)
@@ -142,15 +175,16 @@ def check_equal(results: list[Any]) -> None:
             assert lengths == {moments["part"][1] - moments["part"][0]}
 
 
-@every_size
+@pytest.mark.covering(2)
+@every_layout
 @pytest.mark.parametrize("density", [0.04, 0.3, "both", 1.0])
 @pytest.mark.parametrize("lacking", [False, True])
-def test_weights_are_the_oracles(P: int, density: Any, lacking: bool) -> None:
+def test_weights_are_the_oracles(layout: str, density: Any, lacking: bool) -> None:
     """Also by a schedule that begins with dense steps, and makes one in between."""
     rule: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": {"matrix": 0.3}}
-    steps = 12
+    P, steps = len(layout), 12
     schedule = (lambda step: 1.0 if step in (0, 1, 2, 8) else 0.2) if density == "both" else lambda step: density
-    oracle = Oracle(P, **rule)
+    oracle = Oracle(layout, **rule)
     pushed = partial(adapters.given, P=P, shapes=SHAPES) if lacking else gradients
     for step in range(steps):
         oracle.step([pushed(step, rank) for rank in range(P)], 0.01 * (step + 1), schedule(step))
@@ -168,7 +202,7 @@ def test_weights_are_the_oracles(P: int, density: Any, lacking: bool) -> None:
                 assert data.same_bits(mine["matrix"], before)
         return mine, optimizer.state_dict()
 
-    check_equal(results := run(P, program))
+    check_equal(results := run_on(layout, program))
     mine = results[0][0]
     np.testing.assert_allclose(oracle.flat(mine), oracle.w, rtol=2e-4, atol=2e-5)
     moments, units = whole([state for _, state in results])
@@ -176,24 +210,31 @@ def test_weights_are_the_oracles(P: int, density: Any, lacking: bool) -> None:
     for key, expected in {"mean": oracle.m, "squares": oracle.v, "last": oracle.last}.items():
         found = oracle.flat({name: its[key] for name, its in moments.items()})
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
-    for rank, (_, its) in enumerate(results):
-        waiting = oracle.flat(its["residuals"]) * 2.0**oracle.unit
-        np.testing.assert_allclose(waiting, oracle.residuals[rank], rtol=1e-3, atol=1e-3)
+    for row, ranks in zip(oracle.residuals, oracle.members, strict=True):
+        expected, at = dict(zip(oracle.names, np.split(row, np.cumsum(oracle.sizes)[:-1]), strict=True)), 0
+        for name, its in expected.items():
+            for state in (results[rank][1] for rank in ranks):
+                begin, end = part_of(state, name)
+                found = state["residuals"][name].ravel() * units[name][begin:end]
+                np.testing.assert_allclose(found, its[begin:end], rtol=1e-3, atol=1e-3)
+                at += end - begin
+        assert at == oracle.n  # each element once
 
 
-@every_size
+@pytest.mark.covering(2)
+@every_layout
 @pytest.mark.parametrize(
     ("dtype", "wire"),
     [("float32", "auto"), ("float32", "plain"), ("bfloat16", "auto"), ("float16", "packed"), ("float64", "auto")],
 )
 @pytest.mark.parametrize("lacking", [False, True])
-def test_nothing_is_lost(P: int, dtype: str, wire: str, lacking: bool) -> None:
+def test_nothing_is_lost(layout: str, dtype: str, wire: str, lacking: bool) -> None:
     """Gradients are in the means that were applied, or wait in residuals; weights plus compensations are AdamW's.
 
     The means that were applied follow from the first moments, so this holds for all formats, whatever they round. The
     gradients of some weights cancel in the first step, which is dense. Their units must not become eps.
     """
-    real, steps, rule = data.DTYPES[dtype], 16, {"betas": (0.5, 0.9), "weight_decay": 0.1, "eps": 1e-8}
+    P, real, steps, rule = len(layout), data.DTYPES[dtype], 16, {"betas": (0.5, 0.9), "weight_decay": 0.1, "eps": 1e-8}
     schedule = lambda step: 1.0 if step in (0, 6) else 0.1  # noqa: E731
 
     def pushed(step: int, rank: int) -> Arrays:
@@ -208,14 +249,15 @@ def test_nothing_is_lost(P: int, dtype: str, wire: str, lacking: bool) -> None:
             found.append(copy.deepcopy((mine, optimizer.state_dict())))
         return found
 
-    results = run(P, program)
+    results = run_on(layout, program)
     pairs = {
         name: (w.astype(real).astype(float).ravel(), np.zeros((4, w.size))) for name, w in weights().items() if w.size
     }
     for step, outcomes in enumerate(zip(*results, strict=True)):
         everyones = [pushed(step, rank) for rank in range(P)]
         check_equal([*outcomes])
-        moments, units = whole([state for _, state in outcomes])
+        states = [state for _, state in outcomes]
+        moments, waits = whole(states)[0], waiting(states)
         for name, (w, (m, v, last, left)) in pairs.items():
             its = {key: None if x is None else np.asarray(x, float) for key, x in moments[name].items()}
             t, moved = moments[name]["step"], its["last"] > last
@@ -224,8 +266,7 @@ def test_nothing_is_lost(P: int, dtype: str, wire: str, lacking: bool) -> None:
             g = np.where(moved, (its["mean"] - 0.5**a * m) / (1 - 0.5**a), 0)
             left += sum((grads[name].astype(float).ravel() for grads in everyones if name in grads), np.zeros(w.size))
             left -= np.where(moved, P * g * a, 0)
-            waits = sum(state["residuals"][name].astype(float).ravel() * units[name] for _, state in outcomes)
-            np.testing.assert_allclose(left, waits, rtol=1e-3, atol=1e-4 * (1 + np.abs(left).max()))
+            np.testing.assert_allclose(left, waits[name], rtol=1e-3, atol=1e-4 * (1 + np.abs(left).max()))
             new = adamw(w, m, v, g, a, max(t, 1), 1e-2, 0.1, **rule)
             for array, values in zip((w, m, v), new, strict=True):
                 array[:] = np.where(moved, values, array)
@@ -262,7 +303,8 @@ def test_16_bit_weights_keep_updates_that_rounding_would_lose() -> None:
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("what", ["second moment", "weight", "float16 weight", "eps", "beta2", "sum", "residual"])
-def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> None:
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_a_step_that_would_overflow_is_no_step(what: str, density: float, layout: str) -> None:
     """Gradients are finite on all ranks, and so is all that they make; the next step counts again.
 
     The program may have changed weights and eps itself, and with a beta2 of 0 no bound of the moments is known.
@@ -283,11 +325,12 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
             optimizer.lr = lr if step == 2 else 0.1
             if step == 2 and what in ("second moment", "sum"):
                 g["a"][i] = big
+            begin, end = part_of(optimizer.state_dict(), "a")
+            waits = optimizer.reducer.residual("a")[i - begin : i - begin + 1] if begin <= i < end else np.empty(0)
             if step == 2 and what == "second moment":
-                optimizer.reducer.residual("a")[i] = 1e20  # of several steps: units are about 1
+                waits[:] = 1e20  # of several steps: units are about 1
             if step == 2 and what == "residual":
-                optimizer.reducer.residual("a")[i] = np.finfo(np.float32).max
-                g["a"][i] = 1.8e19
+                waits[:], g["a"][i] = np.finfo(np.float32).max, 1.8e19
             if step == 2 and of_weight:
                 mine["a"][i], g["a"][i], optimizer.eps = -np.finfo(dtype).max, 100, 1e-8
             before, state = copy.deepcopy(mine), copy.deepcopy(optimizer.state_dict()["moments"])
@@ -305,12 +348,13 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
             assert outcomes == [True, True, False, True, True]
         return mine
 
-    first, second = run(2, program)
-    assert all(data.same_bits(first[name], second[name]) for name in first)
+    first, *others = run_on(layout, program)
+    assert all(data.same_bits(first[name], other[name]) for other in others for name in first)
 
 
 @pytest.mark.parametrize("density", [0.1, 1.0])
-def test_an_overflow_at_one_owner_drops_only_what_overflows(density: float) -> None:
+@pytest.mark.parametrize("layout", ["0123", "0011", "010110"])
+def test_an_overflow_at_one_owner_drops_only_what_overflows(density: float, layout: str) -> None:
     """The entries of other owners wait for the next step, and no rank changes anything."""
 
     def program(transport: simulated.SimulatedTransport) -> Any:
@@ -318,29 +362,37 @@ def test_an_overflow_at_one_owner_drops_only_what_overflows(density: float) -> N
         optimizer = sc.SparseAdamW(mine, comm=transport, density=density, wire="packed")
         optimizer.step({name: w * (1 + transport.rank) for name, w in mine.items()})
         before = copy.deepcopy((mine, optimizer.state_dict()))
-        g = {name: np.zeros(w.shape, np.float32) for name, w in mine.items()}
-        g["a"][[3, 250]] = 1 + transport.rank, 2
-        optimizer.reducer.residual("a")[5] += 1e37 * np.sign(transport.rank - 1)  # the sum is far above zero
-        waited = {name: optimizer.reducer.residual(name).copy() for name in mine}
+
+        def pushed(rank: int) -> Arrays:
+            g = {name: np.zeros(w.shape, np.float32) for name, w in mine.items()}
+            g["a"][[3, 250]] = 1 + rank, 2
+            return g
+
+        begin, end = part_of(before[1], "a")
+        big = np.arange(begin, end) == 5
+        optimizer.reducer.residual("a")[big] += 1e37 * (2 * transport.rank - 0.5)  # the sum is far above zero
+        waited, g = optimizer.reducer.residual("a").copy(), pushed(transport.rank)
         done = optimizer.step(g)
         assert not done.usable
         assert done.number == 1
         after = optimizer.state_dict()
-        assert data.same_bits(after["units"]["a"], before[1]["units"]["a"])
+        unit = np.ldexp(1.0, optimizer.reducer.exponents("a").astype(int) - 127)
+        assert data.same_bits(unit, np.ldexp(1.0, units_of(before[1], "a").astype(int) - 127))
         for name, w in before[0].items():
             assert data.same_bits(mine[name], w)
             for key in ("mean", "squares", "last", "compensation"):
                 assert data.same_bits(after["moments"][name][key], before[1]["moments"][name][key])
-        unit = np.ldexp(1.0, after["units"]["a"].astype(int) - 127)
-        expected = np.where(np.arange(len(unit)) == 5, 0, waited["a"] + g["a"] / unit)
-        np.testing.assert_allclose(after["residuals"]["a"], expected, rtol=1e-6)
+        members = [transport.rank] if after["slices"] is None else optimizer.reducer.bucket("a").nodes.inside
+        added = sum(pushed(rank)["a"] for rank in members)[begin:end]
+        np.testing.assert_allclose(after["residuals"]["a"], np.where(big, 0, waited + added / unit), rtol=1e-6)
+        assert not after["unsummed"]
         rng = np.random.default_rng(transport.rank)
         for _ in range(3):
             later = {name: rng.standard_normal(w.shape).astype(np.float32) for name, w in mine.items()}
             assert optimizer.step(later).usable
         return mine, optimizer.state_dict()
 
-    check_equal(run(4, program))
+    check_equal(run_on(layout, program))
 
 
 @pytest.mark.parametrize("density", [0.1, 1.0])
@@ -367,7 +419,8 @@ def test_sums_are_freed_without_the_garbage_collector(density: float) -> None:
         gc.enable()
 
 
-def test_begins_when_there_is_a_gradient() -> None:
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_begins_when_there_is_a_gradient(layout: str) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine = weights()
         before = copy.deepcopy(mine)
@@ -380,39 +433,39 @@ def test_begins_when_there_is_a_gradient() -> None:
         assert data.same_bits(mine["bias"], before["bias"])
         assert optimizer.step(g).usable
 
-    run(2, program)
+    run_on(layout, program)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_types(dtype: str) -> None:
+@pytest.mark.parametrize("dtypes", [("float16",), ("bfloat16",), ("float64",), ("bfloat16", "float32", "float64")])
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_other_types(dtypes: tuple[str, ...], layout: str) -> None:
     """Sums and moments are in the accumulator's type."""
-    real = data.DTYPES[dtype]
+    reals = {name: data.DTYPES[dtypes[i % len(dtypes)]] for i, name in enumerate(SHAPES)}
 
-    def program(transport: simulated.SimulatedTransport) -> Arrays:
-        mine = {name: w.astype(real) for name, w in weights().items()}
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        mine = {name: w.astype(reals[name]) for name, w in weights().items()}
         optimizer = sc.SparseAdamW(mine, 0.01, density=0.3, comm=transport)
         for step in range(10):
-            optimizer.step({name: g.astype(real) for name, g in gradients(step, transport.rank).items()})
-        squares = optimizer.state_dict()["moments"]["matrix"]["squares"]
-        assert squares.dtype == (np.float64 if dtype == "float64" else np.float32)
-        return mine
+            optimizer.step({name: g.astype(reals[name]) for name, g in gradients(step, transport.rank).items()})
+        for name, its in optimizer.state_dict()["moments"].items():
+            assert its["squares"].dtype == (np.float64 if reals[name] == np.float64 else np.float32)
+        return mine, optimizer.state_dict()
 
-    first, second = run(2, program)
-    for name, w in first.items():
-        assert w.dtype == real
-        assert data.same_bits(w, second[name])
-        moved = np.abs(w.astype(float) - weights()[name].astype(real).astype(float))
+    check_equal(results := run_on(layout, program))
+    for name, w in results[0][0].items():
+        assert w.dtype == reals[name]
+        moved = np.abs(w.astype(float) - weights()[name].astype(reals[name]).astype(float))
         assert (moved.max() if moved.size else 0) < 0.3
-    assert not data.same_bits(first["matrix"], weights()["matrix"].astype(real))
+        assert name != "matrix" or not data.same_bits(w, weights()[name].astype(reals[name]))
 
 
 # -- states, other ranks, and what goes wrong -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("layout", ["0", "000", "0011"])
 @pytest.mark.parametrize("density", [0.5, 1.0])
 @pytest.mark.parametrize("rebuilds", [False, True])
-def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuilds: bool) -> None:
+def test_an_update_that_stopped_anywhere_goes_on(layout: str, density: float, rebuilds: bool) -> None:
     """`step` completes it, and so does `rebuild`: all bits are as without the interrupt."""
     failed = set()
 
@@ -458,9 +511,9 @@ def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuild
             optimizer.step(gradients(step, transport.rank))
         return copy.deepcopy((mine, optimizer.state_dict()))
 
-    expected = run(P, lambda transport: program(transport, None))
+    expected = run_on(layout, lambda transport: program(transport, None))
     for at in range(6):
-        found = run(P, lambda transport, at=at: program(transport, at))
+        found = run_on(layout, lambda transport, at=at: program(transport, at))
         check_equal(found)
         for (mine, state), (theirs, other) in zip(found, expected, strict=True):
             assert all(data.same_bits(mine[name], theirs[name]) for name in mine)
@@ -469,14 +522,20 @@ def test_an_update_that_stopped_anywhere_goes_on(P: int, density: float, rebuild
 
 
 def check_same(state: Any, other: Any) -> None:
-    for key in ("residuals", "units"):
-        assert all(data.same_bits(state[key][name], other[key][name]) for name in other[key])
+    for name, residual in other["residuals"].items():
+        assert data.same_bits(state["residuals"][name], residual)
+        assert part_of(state, name) == part_of(other, name)
+        assert not other["moments"] or data.same_bits(units_of(state, name), units_of(other, name))
+    assert state["unsummed"].keys() == other["unsummed"].keys()
+    for name, arrays in other["unsummed"].items():
+        assert all(data.same_bits(*pair) for pair in zip(state["unsummed"][name], arrays, strict=True))
     for name, its in other["moments"].items():
         assert all(data.same_bits(np.asarray(state["moments"][name][key]), np.asarray(x)) for key, x in its.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, cuda: DeferredRuntime) -> None:
+@pytest.mark.parametrize("layout", ["000", "0011"])
+def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, layout: str, cuda: DeferredRuntime) -> None:
     """From any streams, with dense and sparse steps, an overflow, absent gradients, states, and a lost rank."""
     real = data.DTYPES[dtype]
 
@@ -497,8 +556,10 @@ def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, cuda: Deferr
                 made = partial(sc.SparseAdamW, mine, 0.01, comm=transport, **options)
                 optimizer = made()
                 for step in range(8):
-                    g = {n: x.astype(real) for n, x in adapters.given(step, transport.rank, 3, SHAPES).items()}
-                    if step in (2, 3) and transport.rank == 1:
+                    g = {
+                        n: x.astype(real) for n, x in adapters.given(step, transport.rank, len(layout), SHAPES).items()
+                    }
+                    if step in (2, 3) and transport.rank == 2:
                         g["bias"][4] = np.nan if step == 2 else 1e19 if dtype == "bfloat16" else 1
                     elsewhere()
                     found.append(optimizer.step({name: put(x) for name, x in g.items()}).usable)
@@ -514,7 +575,7 @@ def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, cuda: Deferr
                     found.append((copy.deepcopy(host), state))
                 return found
 
-        return run(3, program)
+        return run_on(layout, program)
 
     for ours, theirs in zip(train(cuda), train(None), strict=True):
         assert ours[::2] == theirs[::2]
@@ -523,11 +584,15 @@ def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, cuda: Deferr
             check_same(state, other)
 
 
-@pytest.mark.parametrize("P", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["00", "0123", "01234567", "00001111"])
 @pytest.mark.parametrize("density", [0.09, 1.0])
-def test_a_step_takes_two_trips_and_owners_share_the_state(P: int, density: float) -> None:
-    """For float32 weights, gradients included. In a trip, each rank sends a message to each other rank at most."""
-    n = 40_000
+def test_a_step_takes_two_trips_and_owners_share_the_state(layout: str, density: float) -> None:
+    """For float32 weights, gradients included. In a trip, each rank sends a message to each other rank at most.
+
+    With nodes there are two trips between nodes, and three inside; after a dense step, one more for verdicts.
+    """
+    n, P = 40_000, len(layout)
+    per_node, others = (4, 1) if layout == "00001111" else (1, P - 1)
 
     def program(transport: simulated.SimulatedTransport) -> float:
         w, g = {"w": np.ones(n, np.float32)}, {"w": data.gradient("normal", n, "float32", transport.rank)}
@@ -535,13 +600,14 @@ def test_a_step_takes_two_trips_and_owners_share_the_state(P: int, density: floa
         for _ in range(3):
             before = transport.counters.messages_sent
             optimizer.step(g)
-        assert transport.counters.messages_sent - before == 2 * (P - 1)
+        assert transport.counters.messages_sent - before == 2 * others + (4 if density == 1 else 3) * (per_node - 1)
         state = optimizer.state_dict()
-        arrays = [w["w"], g["w"], state["residuals"]["w"], state["units"]["w"]]
+        arrays = [w["w"], g["w"], state["residuals"]["w"], units_of(state, "w")]
         arrays += [x for x in state["moments"]["w"].values() if isinstance(x, np.ndarray)]
         return sum(array.nbytes for array in arrays) / n
 
-    assert all(result == pytest.approx(13 + 16 / P, abs=0.01) for result in run(P, program))
+    expected = pytest.approx(8 + 5 / per_node + 16 / P, abs=0.01)
+    assert all(result == expected for result in run_on(layout, program))
 
 
 def test_subnormal_changes_are_applied_on_a_gpu(cuda: DeferredRuntime) -> None:
@@ -563,8 +629,8 @@ def test_subnormal_changes_are_applied_on_a_gpu(cuda: DeferredRuntime) -> None:
         assert data.same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("P", [1, 3])
-def test_training_resumes_from_a_state_after_any_step(P: int) -> None:
+@pytest.mark.parametrize("layout", ["0", "000", *NODES[:3]])
+def test_training_resumes_from_a_state_after_any_step(layout: str) -> None:
     """With the same bits, also between dense steps and the refresh of units."""
     schedule = lambda step: 1.0 if step in (0, 1, 4) else 0.2  # noqa: E731
 
@@ -583,12 +649,14 @@ def test_training_resumes_from_a_state_after_any_step(P: int) -> None:
             check_same(other.state_dict(), optimizer.state_dict())
             assert all(data.same_bits(mine[name], begun[name]) for name in mine)
 
-    run(P, program)
+    run_on(layout, program)
 
 
-@pytest.mark.parametrize("sizes", [(3, 2, 3), (1, 4), (4, 1, 2)], ids=str)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("layout", ["0", "000", "0123", "0011", "0101", "001122", "010110", "00001111"])
+@pytest.mark.parametrize("other", ["0", "00", "0123", "0011", "0110", "001122", "000111", "00001111"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resharded_states_keep_everything(sizes: tuple[int, ...], dtype: str) -> None:
+def test_resharded_states_keep_everything(layout: str, other: str, dtype: str) -> None:
     """Moments, compensations and units of each weight, and the sums of residuals."""
     real, steps = data.DTYPES[dtype], 4
 
@@ -604,8 +672,8 @@ def test_resharded_states_keep_everything(sizes: tuple[int, ...], dtype: str) ->
 
     states: list[Any] = []
     mine = {name: w.astype(real) for name, w in weights().items()}
-    for i, P in enumerate(sizes):
-        found = run(P, lambda t, s=states, m=mine, n=i: begin(t, s, copy.deepcopy(m), n * steps))  # type: ignore[misc]
+    for i, each in enumerate([layout, other, layout]):
+        found = run_on(each, lambda t, s=states, m=mine, n=i: begin(t, s, copy.deepcopy(m), n * steps))  # type: ignore[misc]
         check_equal([each[:2] for each in found])
         if states:
             (before, units), (after, others) = whole(states), whole([loaded for *_, loaded in found])
@@ -616,18 +684,104 @@ def test_resharded_states_keep_everything(sizes: tuple[int, ...], dtype: str) ->
                 ours, theirs = (none if each is None else each for each in lost)
                 np.testing.assert_array_equal(ours, theirs)
                 np.testing.assert_array_equal(units[name], others[name])
-                sums = (sum(s["residuals"][name] for s in each) for each in (states, [each[2] for each in found]))
+                sums = (waiting(each)[name] for each in (states, [loaded for *_, loaded in found]))
                 np.testing.assert_allclose(*sums, rtol=1e-5, atol=1e-5)
         mine, states = found[0][0], [state for _, state, _ in found]
 
 
-@pytest.mark.parametrize("P", [1, 3])
-def test_states_of_version_2_load(P: int) -> None:
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("layout", ["00", *NODES[:3]])
+@pytest.mark.parametrize("other", ["000", "0011", "010110"])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_gradients_of_a_step_that_failed_are_in_the_state(layout: str, other: str, odd: int) -> None:
+    """With the same bits, and also for other ranks and nodes. They count in the next step."""
+    P, density, failing = len(layout), 0.3, 3
+
+    def pushed(step: int, rank: int) -> Arrays:
+        return adapters.given(step, rank, P, SHAPES)
+
+    def begin(transport: simulated.SimulatedTransport) -> Any:
+        mine, saved = weights(), []
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=density)
+        for step in range(failing + 1):
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+            optimizer.lr = 0.02 if step == failing and transport.rank == odd else 0.01
+            with pytest.raises(sc.SparseCommError) if step == failing else nullcontext():
+                optimizer.step(pushed(step, transport.rank))
+        saved.append(copy.deepcopy(optimizer.state_dict()))
+        loaded = sc.SparseAdamW(copy.deepcopy(mine), 0.01, comm=transport, density=density)
+        loaded.load_state_dict(saved[-1])
+        optimizer.lr = 0.01
+        check_same(loaded.state_dict(), saved[-1])
+        for step in range(failing + 1, failing + 4):
+            for each in (optimizer, loaded):
+                assert each.step(pushed(step, transport.rank)).usable
+        check_same(loaded.state_dict(), optimizer.state_dict())
+        assert all(data.same_bits(loaded.weights[name], w) for name, w in mine.items())
+        return mine, optimizer.state_dict(), saved
+
+    results = run_on(layout, begin)
+    check_equal([each[:2] for each in results])
+    before, after = (waiting([saved[i] for *_, saved in results]) for i in (-2, -1))
+    states = [saved[-1] for *_, saved in results]
+
+    def resume(transport: simulated.SimulatedTransport) -> Any:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=density)
+        optimizer.load_state_dict(sc.reshard(states, transport.rank, transport.size))
+        state = copy.deepcopy(optimizer.state_dict())
+        assert optimizer.step(gradients(failing + 1, transport.rank)).usable
+        assert not optimizer.state_dict()["unsummed"]
+        return mine, optimizer.state_dict(), state
+
+    found = run_on(other, resume)
+    check_equal([each[:2] for each in found])
+    others = waiting([state for *_, state in found])
+    for name, w in before.items():
+        added = sum(g[name].ravel() for g in (pushed(failing, rank) for rank in range(P)) if name in g)
+        for each in (after, others):
+            np.testing.assert_allclose(each[name], w + added, rtol=1e-5, atol=1e-6 * (1 + np.abs(w).max(initial=0)))
+
+
+@pytest.mark.parametrize("layout", ["0123", "0011"])
+def test_states_of_version_3_load(layout: str) -> None:
+    """They have whole arrays. With nodes, `reshard` divides them."""
+
+    def program(transport: simulated.SimulatedTransport, states: list[Any]) -> Any:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=0.3)
+        if states and layout == "0123":
+            optimizer.load_state_dict(states[transport.rank])
+            check_same(optimizer.state_dict(), states[transport.rank] | {"slices": None, "unsummed": {}})
+        elif states:
+            with pytest.raises(sc.InvalidInputError, match=r"convert the states of all ranks with sparsecomm\.reshard"):
+                optimizer.load_state_dict(states[transport.rank])
+            optimizer.load_state_dict(sc.reshard(states, transport.rank, transport.size))
+        loaded = copy.deepcopy(optimizer.state_dict())
+        for step in range(3):
+            optimizer.step(gradients(step, transport.rank))
+        return mine, optimizer.state_dict(), loaded
+
+    states = [state for _, state, _ in run_on("0123", lambda transport: program(transport, []))]
+    before = waiting(states), whole(states)[1]
+    for state in states:
+        del state["slices"], state["unsummed"]
+        state["format"] = "SparseAdamW 3"
+    results = run_on(layout, lambda transport: program(transport, states))
+    check_equal([each[:2] for each in results])
+    loaded = [state for *_, state in results]
+    for ours, theirs in zip(before, (waiting(loaded), whole(loaded)[1]), strict=True):
+        for name, array in ours.items():
+            np.testing.assert_allclose(theirs[name], array, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["0", "000", "0011", "010110"])
+def test_states_of_version_2_load(layout: str) -> None:
     """They have whole moments, the same on all ranks, and no units, which were sqrt(v) + eps at any time.
 
     A weight that was not updated yet has a second moment for its unit.
     """
-    rng, step = np.random.default_rng(4), 9
+    P, rng, step = len(layout), np.random.default_rng(4), 9
     moments: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         last = np.array(rng.integers(0, step + 1, shape), np.int32)
@@ -641,7 +795,11 @@ def test_states_of_version_2_load(P: int) -> None:
     def program(transport: simulated.SimulatedTransport) -> Any:
         mine = weights()
         optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, **rule)
-        state = {key: x for key, x in optimizer.state_dict().items() if key not in ("units", "units_lag")}
+        state = {
+            key: x
+            for key, x in optimizer.state_dict().items()
+            if key not in ("units", "units_lag", "slices", "unsummed")
+        }
         state |= {"format": "SparseAdamW 2", "step": step, "moments": given, "residuals": waiting[transport.rank]}
         optimizer.load_state_dict(state)
         loaded = copy.deepcopy(optimizer.state_dict())
@@ -654,7 +812,7 @@ def test_states_of_version_2_load(P: int) -> None:
                 optimizer.load_state_dict(state)
         return mine, optimizer.state_dict(), loaded
 
-    results = run(P, program)
+    results = run_on(layout, program)
     assert all(data.same_bits(given[name]["squares"], its["squares"]) for name, its in moments.items())
     check_equal([each[:2] for each in results])
     found, units = whole([loaded for *_, loaded in results])
@@ -717,8 +875,99 @@ def test_moments_of_a_lost_rank_are_made_from_units(density: float, caplog: pyte
     assert f"rank 1: {count} moments were on lost ranks" in caplog.text
 
 
+CHANGES = [  # nodes, the ranks that stay in their new order (None: a new rank), and the nodes then
+    ("001122", [0, 1, 4, 5], "0011"),
+    ("0011", [0, 1, 2], "001"),
+    ("000111", [0, 2, 3, 5], "0011"),
+    ("0011", [0, 2], "00"),  # a slice is lost
+    ("0011", [3, 0, 2, 1], "0011"),
+    ("0011", [0, 1, 2, 3], "0123"),
+    ("01", [0, None, 1, None], "0011"),
+    ("0011", [None, 0, 1, 2, None, 3], "010110"),
+    ("0011", [0, None, 1, None], "0011"),
+    ("0", [None, 0, None, None], "0011"),
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("layout", "stay", "other"), CHANGES, ids=str)
+@pytest.mark.parametrize("dense_steps", [0, 3, 4])
+@pytest.mark.parametrize("times", [1, 2])
+def test_nodes_change(layout: str, stay: list[int | None], other: str, dense_steps: int, times: int) -> None:
+    """By `rebuild`, also after a step that failed, and again before the next step. With 4 dense steps units lag.
+
+    New ranks bring nothing that they had.
+    """
+    steps, schedule = 4, lambda step: 1.0 if step < dense_steps else 0.3
+    fails = times == 2 and len(layout) > 1
+
+    def made(transport: simulated.SimulatedTransport) -> sc.SparseAdamW:
+        return sc.SparseAdamW(weights(), 0.01, comm=transport, density=schedule)
+
+    def begin(transport: simulated.SimulatedTransport) -> Any:
+        optimizer = made(transport)
+        for step in range(steps):
+            optimizer.step(gradients(step, transport.rank))
+        if fails:
+            optimizer.lr = 0.02 if transport.rank == 0 else 0.01
+            with pytest.raises(sc.CollectiveMismatchError):
+                optimizer.step(gradients(steps, transport.rank))
+            optimizer.lr = 0.01
+        return optimizer, copy.deepcopy(optimizer.state_dict())
+
+    def begin_elsewhere(transport: simulated.SimulatedTransport) -> sc.SparseAdamW:
+        optimizer = made(transport)
+        optimizer.step({name: np.asarray(100 * gradient) for name, gradient in gradients(0, 0).items()})
+        return optimizer
+
+    old, stale = run_on(layout, begin), [*run(1, begin_elsewhere), *run(1, begin_elsewhere), *run(1, begin_elsewhere)]
+    kept = [old[rank][1] for rank in stay if rank is not None]
+    (moments, units), before = whole([state for _, state in old]), waiting(kept)
+    lost, elements = len(layout) - len(kept), sum(residual.size for residual in kept[0]["residuals"].values())
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        rank = stay[transport.rank]
+        optimizer = stale[stay[: transport.rank].count(None)] if rank is None else old[rank][0]
+        for name, w in old[0][0].weights.items():
+            optimizer.weights[name][...] = w
+        for time in range(times):
+            rebuilt = optimizer.rebuild(transport, joining=rank is None and not time)
+            assert len(rebuilt.ranks_lost) == (0 if time else lost)
+            assert rebuilt.elements_lost == len(rebuilt.ranks_lost) * elements
+            assert rebuilt.step == steps + fails
+        state = copy.deepcopy(optimizer.state_dict())
+        for step in range(steps, steps + 3):
+            assert optimizer.step(gradients(step, transport.rank)).usable
+        assert not optimizer.state_dict()["unsummed"]
+        return optimizer.weights, optimizer.state_dict(), state
+
+    results = run_on(other, program)
+    check_equal([each[:2] for each in results])
+    found = [state for *_, state in results]
+    after, others = whole(found)
+    waits = waiting(found)
+    for name, its in moments.items():
+        has_unit, has_moments = (np.zeros(its["last"].size, bool) for _ in range(2))
+        for state in kept:
+            has_unit[slice(*part_of(state, name))] = True
+            has_moments[slice(*state["moments"][name]["part"])] = True
+        np.testing.assert_array_equal(others[name][has_unit], units[name][has_unit])
+        np.testing.assert_allclose(
+            waits[name], before[name], rtol=1e-6, atol=1e-6 * (1 + np.abs(before[name]).max(initial=0))
+        )
+        for key in ("mean", "squares", "last"):
+            np.testing.assert_array_equal(after[name][key][has_moments], its[key][has_moments])
+        assert not after[name]["mean"][~has_moments].any()
+        assert (after[name]["last"][~has_moments] == steps).all()
+        if dense_steps < 4 or not has_moments.any():
+            np.testing.assert_allclose(
+                after[name]["squares"][~has_moments], 2 * others[name][~has_moments] ** 2, rtol=1e-6
+            )
+
+
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_refresh_of_units_that_failed_on_a_rank_is_made_again(behind: int) -> None:
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_a_refresh_of_units_that_failed_on_a_rank_is_made_again(behind: int, layout: str) -> None:
     def program(transport: simulated.SimulatedTransport) -> Any:
         mine = weights()
         optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=lambda step: 1.0 if step < 3 else 0.3)
@@ -735,11 +984,16 @@ def test_a_refresh_of_units_that_failed_on_a_rank_is_made_again(behind: int) -> 
             assert optimizer.step(gradients(step, transport.rank)).usable
         return mine, optimizer.state_dict()
 
-    check_equal(run(2, program))
+    check_equal(run_on(layout, program))
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_ranks_that_are_a_step_apart_go_on_together(behind: int) -> None:
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_ranks_that_are_a_step_apart_go_on_together(behind: int, layout: str) -> None:
+    def waits(state: Any) -> Arrays:
+        units = {name: np.exp2(units_of(state, name) - 127.0) for name in SHAPES}
+        return {name: w.ravel() * units[name] for name, w in state["residuals"].items()}
+
     def begin(transport: simulated.SimulatedTransport) -> Any:
         mine = weights()
         optimizer, adamw = sc.SparseAdamW(mine, 0.01, comm=transport, density=0.3), None
@@ -754,10 +1008,9 @@ def test_ranks_that_are_a_step_apart_go_on_together(behind: int) -> None:
             optimizer.reducer._open.number = 4
             for name, w in kept[0].items():
                 mine[name][...] = w
-        state = optimizer.state_dict()
-        return optimizer, {name: w * np.exp2(state["units"][name] - 127.0) for name, w in state["residuals"].items()}
+        return optimizer, waits(optimizer.state_dict())
 
-    old = run(2, begin)
+    old = run_on(layout, begin)
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         optimizer, waiting = old[transport.rank]
@@ -765,19 +1018,22 @@ def test_ranks_that_are_a_step_apart_go_on_together(behind: int) -> None:
         for name, w in old[0][0].weights.items():
             optimizer.weights[name][...] = w
         state = copy.deepcopy(optimizer.state_dict())
-        for name, w in state["residuals"].items():
-            np.testing.assert_allclose(w * np.exp2(state["units"][name] - 127.0), waiting[name], rtol=1e-6)
+        for name, w in waits(state).items():
+            np.testing.assert_allclose(w, waiting[name], rtol=1e-6)
         optimizer.load_state_dict(state)
         for step in range(6, 9):
             optimizer.step(gradients(step, transport.rank))
         return optimizer.weights, optimizer.state_dict()
 
-    check_equal(run(2, program))
+    check_equal(run_on(layout, program))
 
 
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("dense_steps", [0, 3])
-def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(dense_steps: int, behind: int) -> None:
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(
+    dense_steps: int, behind: int, layout: str
+) -> None:
     """That rank has no moments yet, or after dense steps still has the old units."""
 
     def begin(transport: simulated.SimulatedTransport) -> sc.SparseAdamW:
@@ -799,7 +1055,7 @@ def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(dens
             adamw.adopt(adamw.moments if dense_steps else {}, adamw.steps)
         return optimizer
 
-    old = run(2, begin)
+    old = run_on(layout, begin)
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         optimizer = old[transport.rank]
@@ -808,7 +1064,7 @@ def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(dens
             optimizer.step(gradients(step, transport.rank))
         return optimizer.weights, optimizer.state_dict()
 
-    check_equal(run(2, program))
+    check_equal(run_on(layout, program))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,20 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data
-from tests.optimizers.adapters import SHAPES, OfArrays, OfJax, OfTorch, OfTorchWithOverlap, given, gradients, weights
-from tests.ranks import errors, run
+from tests.optimizers.adapters import (
+    SHAPES,
+    OfArrays,
+    OfJax,
+    OfTorch,
+    OfTorchWithOverlap,
+    given,
+    gradients,
+    members_of,
+    parts_of,
+    run_on,
+    weights,
+)
+from tests.ranks import errors
 
 every_adapter = pytest.mark.parametrize("make", [OfArrays, OfTorch, OfTorchWithOverlap, OfJax])
 with_states = pytest.mark.parametrize("make", [OfArrays, OfTorch])
@@ -20,25 +32,31 @@ RULES = [{}, {"betas": (0.5, 0.6), "maximize": True}, {"betas": (0.0, 0.95), "we
 RULE: dict[str, Any] = {"density": 0.2, "lr": 0.01}
 
 
-def ranks_of(make: Any, P: int) -> int:
-    return 1 if make is OfTorchWithOverlap else P
+def layout_of(make: Any, layout: str) -> str:
+    return "0" if make is OfTorchWithOverlap else layout
 
 
-def check_equal(optimizers: list[OfArrays]) -> None:
-    """Weights and units are the same on all ranks, bit for bit."""
-    first, *others = optimizers
-    for other in others:
-        assert all(data.same_bits(other.weights[name], first.weights[name]) for name in SHAPES)
-        assert all(data.same_bits(other.units[name], first.units[name]) for name in SHAPES)
+def check_equal(optimizers: list[OfArrays], layout: str) -> None:
+    """Weights are the same on all ranks, bit for bit, and units on all that have them."""
+    for ranks in zip(*members_of(layout), strict=True):
+        for rank in ranks:
+            ours = optimizers[rank].units
+            assert all(data.same_bits(ours[name], optimizers[ranks[0]].units[name]) for name in SHAPES)
+            assert {name: len(its) for name, its in ours.items()} == {
+                name: end - begin for name, (begin, end) in parts_of(layout, rank).items()
+            }
+    for optimizer in optimizers:
+        assert all(data.same_bits(optimizer.weights[name], w) for name, w in optimizers[0].weights.items())
 
 
+@pytest.mark.covering(2)
 @every_adapter
-@pytest.mark.parametrize("P", [1, 5])
+@pytest.mark.parametrize("layout", ["0", "00011", "0011", "010110"])
 @pytest.mark.parametrize("weight_decay", [0.1, {"matrix": 0.3}], ids=["all", "by name"])
-def test_weights_are_those_of_arrays(make: Any, P: int, weight_decay: Any) -> None:
+def test_weights_are_those_of_arrays(make: Any, layout: str, weight_decay: Any) -> None:
     """Also with a schedule of rates, and with tensors without gradients."""
-    P = ranks_of(make, P)
-    pushed = partial(given, P=P) if make.lacks else gradients
+    layout = layout_of(make, layout)
+    pushed = partial(given, P=len(layout)) if make.lacks else gradients
     rule = {"density": 0.2, "betas": (0.8, 0.95), "weight_decay": weight_decay, "wire": "packed"}
 
     def program(transport: simulated.SimulatedTransport) -> OfArrays:
@@ -47,24 +65,26 @@ def test_weights_are_those_of_arrays(make: Any, P: int, weight_decay: Any) -> No
             for each in (ours, theirs):
                 each.step(pushed(step, transport.rank), 0.02 / (1 + step))
         for name, w in theirs.weights.items():
-            tolerance = 1e-6 if make is OfJax and P == 1 else 0  # Optax adds a difference, which is rounded
+            tolerance = 1e-6 if make is OfJax and len(layout) == 1 else 0  # Optax adds a difference, which is rounded
             np.testing.assert_allclose(ours.weights[name], w, rtol=tolerance)
         for name, its in theirs.moments.items():
             assert all(data.same_bits(*pair) for pair in zip(ours.moments[name], its, strict=True))
         return ours
 
-    check_equal(run(P, program))
+    check_equal(run_on(layout, program), layout)
 
 
+@pytest.mark.covering(2)
 @every_adapter
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("layout", ["0", "000", "0011"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_at_density_1_it_is_adamw(make: Any, P: int, rule: dict[str, Any]) -> None:
+def test_at_density_1_it_is_adamw(make: Any, layout: str, rule: dict[str, Any]) -> None:
     """PyTorch's own, by the mean of all ranks' gradients, also where tensors have none."""
     torch = pytest.importorskip("torch")
-    if make is OfJax and (P == 1 or "maximize" in rule):
+    if make is OfJax and (len(layout) == 1 or "maximize" in rule):
         pytest.skip("optax has no maximize, and compiles slowly")
-    P, steps = ranks_of(make, P), 100 if make is OfArrays else 20
+    layout, steps = layout_of(make, layout), 100 if make is OfArrays else 20
+    P = len(layout)
     pushed = partial(given, P=P) if make.lacks else gradients
     parameters = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in weights().items()}
     theirs = torch.optim.AdamW(parameters.values(), 0.01, **rule)
@@ -81,27 +101,42 @@ def test_at_density_1_it_is_adamw(make: Any, P: int, rule: dict[str, Any]) -> No
             optimizer.step(pushed(step, transport.rank))
         return optimizer
 
-    optimizers = run(P, program)
-    check_equal(optimizers)
+    optimizers = run_on(layout, program)
+    check_equal(optimizers, layout)
     for name, w in optimizers[0].weights.items():
         np.testing.assert_allclose(w, parameters[name].detach().numpy(), rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.covering(2)
 @every_adapter
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("layout", ["0", "000", "0011"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e20, 3e38])
 @pytest.mark.parametrize("when", [0, 3])
 def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
-    make: Any, P: int, bad: float, when: int, caplog: pytest.LogCaptureFixture
+    make: Any, layout: str, bad: float, when: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks' gradients stay in their residuals."""
-    P = ranks_of(make, P)
+    """The other ranks' gradients stay in their residuals.
+
+    If a node's sum overflows (3e38), what waits there for this weight is dropped, and nothing else. If only its square
+    does (1e20), what waits for it on all ranks.
+    """
+    layout = layout_of(make, layout)
+    P = len(layout)
+    in_sums = bool(np.isfinite(bad)) and len(members_of(layout)) < P and when > 0
+
+    def pushed(name: str, rank: int) -> np.ndarray:
+        g = gradients(when, rank)[name].ravel()
+        return 0 * g if rank == P - 1 and name == "matrix" and not in_sums else g
 
     def program(transport: simulated.SimulatedTransport) -> OfArrays:
         optimizer: OfArrays = make(transport, **RULE)
+        members, parts = (
+            next(its for its in members_of(layout) if transport.rank in its),
+            parts_of(layout, transport.rank),
+        )
         for step in range(6):
-            mine, last = gradients(step, transport.rank), transport.rank == P - 1
-            if step == when and last:
+            mine = gradients(step, transport.rank)
+            if step == when and transport.rank == P - 1:
                 mine["matrix"][3, 4] = bad
             before = {name: w.copy() for name, w in optimizer.weights.items()}, optimizer.moments, optimizer.residuals
             optimizer.step(mine)
@@ -111,35 +146,39 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
                 assert bool(before[1]) == bool(optimizer.moments)
                 for name, its in before[1].items():
                     assert all(data.same_bits(*pair) for pair in zip(optimizer.moments[name], its, strict=True))
-                    pushed = 0 if last and name == "matrix" else mine[name] / 2.0 ** (optimizer.units[name] - 127.0)
-                    np.testing.assert_allclose(optimizer.residuals[name], before[2][name] + pushed, rtol=1e-5)
+                    added = sum(pushed(name, rank)[slice(*parts[name])] for rank in members)
+                    expected = before[2][name] + added / 2.0 ** (optimizer.units[name] - 127.0)
+                    if in_sums and name == "matrix" and (bad == 1e20 or P - 1 in members):
+                        expected[np.arange(*parts[name]) == 3 * 11 + 4] = 0
+                    np.testing.assert_allclose(optimizer.residuals[name], expected, rtol=1e-5, atol=1e-6)
         assert optimizer.steps() == 5
         return optimizer
 
-    check_equal(run(P, program))
+    check_equal(run_on(layout, program), layout)
     where, name = "a gradient of another rank is not finite", "params['matrix']" if make is OfJax else "matrix"
-    for rank in range(P - 1):
+    for rank in range(0 if in_sums else P - 1):
         assert f"step {when}: rank {rank}: {where}" in caplog.text
-    assert f"rank {P - 1}: the gradient of {name} on this rank is not finite; no rank" in caplog.text
+    assert (f"rank {P - 1}: the gradient of {name} on this rank is not finite; no rank" in caplog.text) != in_sums
+    assert not in_sums or "on this rank is not finite" not in caplog.text
 
 
 @every_adapter
-@pytest.mark.parametrize("what", ["weights", "units"])
-def test_weights_and_units_that_differ_are_found(make: Any, what: str) -> None:
+@pytest.mark.parametrize(("what", "layout"), [("weights", "00"), ("units", "00"), ("weights", "0011")])
+def test_weights_and_units_that_differ_are_found(make: Any, what: str, layout: str) -> None:
     if make is OfTorchWithOverlap:
         pytest.skip("several ranks")
 
     def program(transport: simulated.SimulatedTransport) -> None:
         optimizer = make(transport, check_weights_every=2, **RULE)
         optimizer.step(gradients(0, transport.rank))
-        if transport.rank:
+        if transport.rank == len(layout) - 1:
             optimizer.damage(what)
         optimizer.step(gradients(1, transport.rank))
         with pytest.raises(sc.WeightMismatchError):
             optimizer.step(gradients(2, transport.rank))
         optimizer.step(gradients(2, transport.rank))  # compares again
 
-    raised = errors(2, program)
+    raised = errors(len(layout), program, node_of_rank=[*map(int, layout)])
     assert {type(error) for error in raised} == {sc.WeightMismatchError}
     prefix = f"{'params' if what == 'weights' else what}['" if make is OfJax else ""
     assert f"{prefix}bias{'.unit' if what == 'units' and not prefix else ''}" in str(raised[0])
@@ -148,10 +187,15 @@ def test_weights_and_units_that_differ_are_found(make: Any, what: str) -> None:
 # -- other ranks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @with_states
 @pytest.mark.parametrize("steps", [0, 4])
 @pytest.mark.parametrize("joins", [True, False])
-def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int, joins: bool) -> None:
+@pytest.mark.parametrize("layout", ["00", "000", "0011"])
+def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int, joins: bool, layout: str) -> None:
+    """Three ranks that one joins become two nodes. Two nodes that one joins are none any more."""
+    other = {"000": "0011", "0011": "00112"}.get(layout, layout + "0") if joins else layout
+
     def begin(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
         optimizer = make(transport, **RULE)
         for step in range(steps):
@@ -159,7 +203,7 @@ def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int
         assert optimizer.it.reducer.groups
         return optimizer, {name: w.copy() for name, w in optimizer.weights.items()}
 
-    old = run(2, begin)
+    old = run_on(layout, begin)
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         new = joins and transport.rank == 0
@@ -173,11 +217,12 @@ def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int
         assert optimizer.steps() == steps + 4
         return optimizer
 
-    check_equal(run(2 + joins, program))
+    check_equal(run_on(other, program), other)
 
 
 @with_states
-def test_a_resumed_run_takes_units_from_dense_steps(make: Any) -> None:
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_a_resumed_run_takes_units_from_dense_steps(make: Any, layout: str) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         first, second = (make(transport, dense_steps=3, check_weights_every=None, **RULE) for _ in range(2))
         for step in range(3):
@@ -190,12 +235,15 @@ def test_a_resumed_run_takes_units_from_dense_steps(make: Any) -> None:
         assert all(data.same_bits(second.weights[name], w) for name, w in first.weights.items())
         assert all(data.same_bits(second.units[name], units) for name, units in first.units.items())
 
-    run(2, program)
+    run_on(layout, program)
 
 
 @with_states
-def test_ranks_with_other_settings_raise(make: Any) -> None:
+@pytest.mark.parametrize("layout", ["00", "0011"])
+def test_ranks_with_other_settings_raise(make: Any, layout: str) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         make(transport, density=0.2, lr=0.01 * (1 + transport.rank)).step(gradients(0, transport.rank))
 
-    assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
+    assert {type(error) for error in errors(len(layout), program, node_of_rank=[*map(int, layout)])} == {
+        sc.CollectiveMismatchError
+    }

@@ -22,7 +22,7 @@ MIXED = {
     "g": "bfloat16",
 }
 
-SETTINGS: dict[str, Any] = {"density": 0.1, "op": "sum", "bucket_bytes": 1500, "dense_below": 10}
+SETTINGS: dict[str, Any] = {"density": 0.1, "op": "sum", "bucket_bytes": 1500, "dense_below": 10, "nodes": False}
 
 Arrays = dict[str, np.ndarray]
 

@@ -15,7 +15,7 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Link
-from sparsecomm.reducer import bucket as bucket_module
+from sparsecomm.reducer import node_call
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import CPU, tensor
 from sparsecomm.transport import simulated
@@ -101,7 +101,7 @@ def test_a_step_that_is_not_finite_changes_nothing_of_what_has_no_gradient(P: in
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_call_that_fails_changes_nothing_without_a_gradient(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it fails on one rank when the other waits for the names that it lacks."""
-    gathered = bucket_module.gather_words
+    gathered = node_call.gather_words
 
     def fails(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
         if comm.rank == 1 and comm.num_elements == 500:
@@ -123,7 +123,7 @@ def test_a_call_that_fails_changes_nothing_without_a_gradient(whole: bool, monke
         return after, sums, residuals(reducer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket_module, "gather_words", fails)
+        patch.setattr(node_call, "gather_words", fails)
         results = run(2, program)
     same(results[0][1], results[1][1])
     pushed = total(gradients(20 + rank) for rank in range(2))

@@ -15,6 +15,7 @@ from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.ranks import run
 from tests.reducer.programs import SHAPES, bits, gradients
+from tests.thinning import exhaustive
 
 DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
 STEPS = 4
@@ -74,12 +75,12 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
                 reducer.load_state_dict(state)
         return found
 
-    return run(P, program)
+    return run(P, program, [rank // 2 for rank in range(P)] if P > 3 else None)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("wander", [False, True])
-@pytest.mark.parametrize("P", [1, 2, 3])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])  # 4: two nodes
 @pytest.mark.parametrize("scope", ["tensor", "bucket", "model", "chunk"])
 @pytest.mark.parametrize(
     "options",
@@ -104,20 +105,27 @@ def test_the_same_bits_on_every_device(
     assert found == train(P, options, None, wander=wander)
 
 
-@pytest.mark.parametrize("density", [0.09, 1.0])
+WORK: list[Any] = ["SparseAdamW", {}, {"momentum": 0.9, "skip_nonfinite": True}, {"clip": 1.0, "decay": 0.9}]
+WORK += [{"op": "sum"}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    ["SparseAdamW", {}, {"momentum": 0.9, "skip_nonfinite": True}, {"clip": 1.0, "decay": 0.9}, {"op": "sum"}],
+    ("P", "density", "options"),
+    [
+        *((1, density, options) for density in (0.09, 1.0) for options in WORK),
+        (4, 0.09, "SparseAdamW"),  # two nodes
+        *(exhaustive(4, density, options) for density in (0.09, 1.0) for options in WORK),
+    ],
     ids=str,
 )
 def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
-    cuda: DeferredRuntime, options: str | dict[str, Any], density: float
+    cuda: DeferredRuntime, P: int, density: float, options: str | dict[str, Any]
 ) -> None:
-    """Work given to the device, and waits of the host, on one rank with one bucket."""
+    """Work given to the device, and waits of the host, with one bucket."""
 
     def counted(number: int) -> tuple[int, int]:
         def arrays(seed: int) -> dict[str, Any]:
-            xs = {f"{i}": data.gradient("normal", 384, "float32", seed + i) for i in range(number)}
+            xs = {f"{i}": data.gradient("normal", 384 * P, "float32", seed + i) for i in range(number)}
             return {name: cuda.put(x) for name, x in xs.items()}
 
         def program(transport: simulated.SimulatedTransport) -> tuple[int, int]:
@@ -126,19 +134,20 @@ def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
             if isinstance(options, str):
                 made = sc.SparseAdamW(arrays(0), check_weights_every=None, **settings)
             else:
-                made = sc.Reducer(arrays(0), dense_below=0, **settings, **options)
+                made = sc.Reducer(arrays(0), dense_below=0, bucket_bytes=1 << 20, **settings, **options)
             take = made.step if isinstance(options, str) else made.reduce
-            for step in range(3):
-                gradients = arrays(1000 * step)
+            for given in [arrays(1000 * step + transport.rank) for step in range(3)]:
                 cuda.streams.run_all()
                 with cuda.counted() as counts:
-                    take(gradients)
+                    take(given)
             return counts[0], counts[1]
 
-        return run(1, program)[0]
+        return run(P, program, [rank // 2 for rank in range(P)])[0]
 
-    operations, waits = counted(40)
+    operations, waits = counted(40 // P)
     assert (operations, waits) == counted(8)
+    if P > 1:  # of all ranks
+        return
     assert operations <= 40
     assert waits <= 5
     if options == "SparseAdamW":  # in docs/internals/kernels.md; sizes are small here, so top-k takes four launches

@@ -97,6 +97,41 @@ def test_the_status_is_passed_on(tmp_path: Path, launcher: str) -> None:
 
 
 @needs_network
+@pytest.mark.parametrize("launcher", ["mpirun", exhaustive("torchrun")])
+def test_the_ranks_of_a_host_count_as_one(launcher: str) -> None:
+    """By default, over MPI and over a process group: a host of two ranks sends what a host of one rank sends."""
+    program = (
+        "import os, numpy as np\n"
+        "if 'WORLD_SIZE' in os.environ:\n"
+        "    import torch.distributed as dist\n"
+        "    dist.init_process_group('gloo')\n"
+        "import sparsecomm as sc\n"
+        "from sparsecomm.transport import transport_of\n"
+        "t, w = transport_of(None), {'w': np.zeros(300_000, np.float32)}\n"
+        "optimizer = sc.SparseAdamW(w, density=0.1)\n"
+        "for step in range(5):\n"
+        "    optimizer.step({'w': np.random.default_rng([step, t.rank]).standard_normal(300_000, np.float32)})\n"
+        "counters = optimizer.reducer.counters\n"
+        "text = f'rank {t.rank} {counters.bytes_sent} {counters.bytes_inside > 0} {hash(w[chr(119)].tobytes())}'\n"
+        "os.write(1, f'{text}\\n'.encode())"
+    )
+    sent, nodes = {}, {}
+    for per_host in (1, 2):
+        done = call(
+            *["run", "--ranks", "2", "--per-host", str(per_host), "--rate", "1gbit", "--launcher", launcher],
+            *["--no-measure", "--", sys.executable, "-c", program],
+            PYTHONHASHSEED="0",
+        )
+        assert done.returncode == 0, done.stderr
+        said = [line.split() for line in done.stdout.splitlines() if line.startswith("rank ")]
+        assert len(said) == 2 * per_host, done.stdout
+        assert len({words[4] for words in said}) == 1
+        sent[per_host], nodes[per_host] = sum(int(words[2]) for words in said), {words[3] for words in said}
+    assert nodes == {1: {"False"}, 2: {"True"}}
+    assert sent[2] < 1.1 * sent[1]
+
+
+@needs_network
 @pytest.mark.parametrize(
     ("number", "options", "stubborn"),
     [

@@ -197,8 +197,11 @@ class Attack:
 class Ranks:
     """This process among real ranks, with a side channel between them that the library does not use.
 
-    ``comm`` is the communicator or process group that the library uses; ``new()`` returns another one.
+    ``comm`` is the communicator or process group that the library uses; ``new()`` returns another one. ``node`` is the
+    option ``nodes``: of four ranks, two each are a node.
     """
+
+    node: Any = "auto"
 
     def __init__(self, over: str, store: str) -> None:
         if over == "mpi":
@@ -206,6 +209,8 @@ class Ranks:
 
             self.comm, self.new, own = MPI.COMM_WORLD, MPI.COMM_WORLD.Dup, MPI.COMM_WORLD.Dup()
             self.rank, self.size, self.close = own.rank, own.size, lambda: None
+            if self.size == 4:
+                self.node = own.Split(self.rank // 2)
 
             def gather(mine: Any) -> list[Any]:
                 barrier, pause = own.Ibarrier(), 1e-5
@@ -224,6 +229,8 @@ class Ranks:
             limit = timedelta(seconds=BROADCAST_LIMIT)
             self.comm, self.new = dist.group.WORLD, lambda: dist.new_group(backend="gloo", timeout=limit)
             own = dist.new_group(backend="gloo")
+            if self.size == 4:
+                self.node, _ = dist.new_subgroups(2)
             # A thread of gloo that frees a tensor when the interpreter ends aborts the process.
             self.close = lambda: dist.destroy_process_group(own)
 

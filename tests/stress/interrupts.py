@@ -1,8 +1,8 @@
-"""Interrupts of one of two real ranks, over MPI and over gloo: at every place in Python code, and by real signals.
+"""Interrupts of one of two real ranks, or of four in two nodes, over MPI and over gloo.
 
 Rank 1 is interrupted at the n-th place within the library's Python code, for n = 0, stride, 2 stride ... until there
-are no more, and by signals at random times, which also find waits within the gate of `sparsecomm.signals`. Then both
-ranks continue as docs/guides/troubleshooting.md says, and everything must be as without an interrupt, bit for bit.
+are no more, and by real signals at random times, which also find waits within the gate of `sparsecomm.signals`. Then
+all ranks continue as docs/guides/troubleshooting.md says, and all must be as without an interrupt, bit for bit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Interrupts(Attack):
     def run(self) -> None:
         for over, scene in product(self.given.over, self.given.scenes):
             if over == "gloo" or not scene.startswith("torch-hook"):  # DistributedDataParallel has a process group
-                self.start_ranks(2, 3600, over, scenes=scene)
+                self.start_ranks(4 if scene.startswith("nodes") else 2, 3600, over, scenes=scene)
 
     @property
     def timeout(self) -> float:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Random lives of trainings: events that programs make between and within steps, on 2 or 3 ranks.
+"""Random lives of trainings: events that programs make between and within steps, on 2, 3 or 4 ranks; 4 in two nodes.
 
 A life has a front end (`SparseAdamW` with and without overlap, `register`, `DistributedOptimizer`, `DiLoCo`, arrays and
 JAX), options and a list of events: ranks without batches, warm-ups from learning rate 0, frozen, unfrozen, added and
@@ -117,7 +117,7 @@ class Life:
 
 def life_of(seed: int, number: int) -> Life:
     choose = random.Random(f"{seed} {number}")
-    front, P = choose.choices((*TORCH, *SIMULATED), FREQUENCIES)[0], choose.choice((2, 2, 3))
+    front, P = choose.choices((*TORCH, *SIMULATED), FREQUENCIES)[0], choose.choice((2, 2, 3, 4, 4))
     density = choose.choice((1.0, 0.09 if "adamw" in front or front in ("overlap", "arrays") else 0.2))
     options: dict[str, Any] = {"density": density}
     habits: dict[str, Any] = {"none": choose.random() < 0.7, "passes": choose.choice((1, 1, 1, 2, 3))}

@@ -174,7 +174,10 @@ def be_ranks(pipe: Any) -> None:
     while True:
         life = pipe.recv()
         kind, answer = kinds.get(life.front, Jax), []
-        for result in simulated.run(life.P, lambda t, life=life, kind=kind: kind(life, t).run(), catch=True):
+        nodes = [rank // 2 for rank in range(life.P)] if life.P == 4 else None
+        for result in simulated.run(
+            life.P, lambda t, life=life, kind=kind: kind(life, t).run(), node_of_rank=nodes, catch=True
+        ):
             if result.error is not None:
                 (record := Record(-1)).fail(result.error)
                 result.value = [record]

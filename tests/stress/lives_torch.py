@@ -79,6 +79,7 @@ class TorchLife:
     def make(self) -> None:
         front = self.life.front
         self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self.node = dist.new_subgroups(2)[0] if self.life.P == 4 else "auto"
         self.t, self.oracle = self.training(front), None if front == "diloco" else self.training("")
         self.both = [t for t in (self.oracle, self.t) if t is not None]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if self.life.habits.get("scaler") else None
@@ -97,6 +98,7 @@ class TorchLife:
         named = [[(name, model[name]) for name in of_group] for of_group in names]
         groups = [{"params": [p for _, p in pairs], "lr": lr} for pairs, lr in zip(named, RATES, strict=True)]
         options = {key: value for key, value in life.options.items() if value is not None}
+        options["nodes"] = self.node
         t = Training(front in ADAMW, model, None)
         if front in ADAMW:
             groups = [{**group, "params": pairs} for group, pairs in zip(groups, named, strict=True)]

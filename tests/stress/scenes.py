@@ -1,6 +1,7 @@
-"""Scenes that are interrupted on one of two real ranks, and continue as docs/guides/troubleshooting.md says.
+"""Scenes that are interrupted on one of two real ranks, or of four in two nodes.
 
-A scene returns values that must be the same, bit for bit, as without an interrupt.
+They continue as docs/guides/troubleshooting.md says. A scene returns values that must be the same, bit for bit, as
+without an interrupt.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _reducer_step(number: int, **options: Any) -> Scene:
     """Steps of a reducer, one of which is interrupted; `pushed` and `step` show where to continue."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
-        reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), op="sum", dense_below=3, **options)
+        reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), nodes=ranks.node, op="sum", dense_below=3, **options)
         outs, applied = _zeros(), _zeros()
         for i in range(3):
             with within() if i == number else interrupted():
@@ -193,7 +194,7 @@ def _adamw_step(number: int) -> Scene:
 
     def scene(ranks: Ranks, within: Within) -> Any:
         weights = _zeros()
-        optimizer = sc.SparseAdamW(weights, density=0.2, comm=ranks.new(), check_weights_every=2)
+        optimizer = sc.SparseAdamW(weights, density=0.2, comm=ranks.new(), nodes=ranks.node, check_weights_every=2)
         for i in range(4):
             given = gradients(ranks.rank, i)
             with within() if i == number else interrupted():
@@ -338,6 +339,10 @@ SCENES: dict[str, Scene] = {
     "reducer-chunks": _reducer_step(1, scope="chunk", chunk=10, decay=0.5),
     "adamw-first": _adamw_step(0),
     "adamw": _adamw_step(2),
+    "nodes-reducer": _reducer_step(1, momentum=0.5),
+    "nodes-nonfinite": _reducer_step(1, scope="tensor", skip_nonfinite=True, clip=5.0),
+    "nodes-adamw-first": _adamw_step(0),
+    "nodes-adamw": _adamw_step(2),
     "local-first": _local_step(1),
     "local": _local_step(3, fragments=2),
     "local-delay": _local_step(2, delay=1),

@@ -164,8 +164,7 @@ def test_residuals_stay_whatever_happens_to_moments(change: str) -> None:
         p, group = mine.named["matrix"], mine.it.param_groups[1]
 
         def value() -> np.ndarray:
-            exponents = mine.it.reducer.exponents("matrix").reshape(30, 11)
-            return mine.residuals["matrix"] * units(exponents, np.float32)
+            return mine.residuals["matrix"] * units(mine.units["matrix"], np.float32)
 
         before, squares = value(), mine.it.state[p]["exp_avg_sq"]
         assert np.count_nonzero(before) > 100

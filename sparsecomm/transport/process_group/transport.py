@@ -21,9 +21,10 @@ from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
 from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import job
-from sparsecomm.transport.base import HOST, Bytes, MessageMemory, PeerTraffic, Request
+from sparsecomm.transport.base import HOST, Bytes, DenseCollectives, MessageMemory, PeerTraffic, Request
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.process_group import _connections
+from sparsecomm.transport.process_group.collectives import collectives_of
 
 Connections = _connections.Connections
 DATA, MORE, GOODBYE, SENT = _connections.DATA, _connections.MORE, _connections.GOODBYE, _connections.SENT
@@ -86,11 +87,23 @@ class ProcessGroupTransport(FailureDetector):
         # (source, call) -> received data, and whether the next one continues it
         self._messages: dict[tuple[int, int], deque[tuple[Bytes, bool]]] = {}
         self._connections, self._limit = connections, config.max_message_bytes()
+        self._collectives: dict[tuple[str, tuple[int, ...]], DenseCollectives] = {}
 
     @property
     def members(self) -> Sequence[int]:
         group = self._group()
         return range(self.size) if group is None else dist.get_process_group_ranks(group)
+
+    def has_collectives(self, device: str) -> bool:
+        group = self._group()
+        return group is not None and f"{device}:nccl" in dist.get_backend_config(group)
+
+    def collectives(self, ranks: Sequence[int], device: str) -> DenseCollectives:
+        group, key = self._group(), (device, tuple(ranks))
+        if key not in self._collectives:
+            assert group is not None
+            self._collectives[key] = collectives_of(group, ranks)
+        return self._collectives[key]
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,217 @@
+"""Failures on one rank in the middle of a step with nodes. Nothing is lost, no rank waits, and the next step works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from greenlet import getcurrent
+
+import sparsecomm as sc
+from sparsecomm.backends import Backends, CpuBackend
+from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.node_call import NodeCall
+from sparsecomm.tensors.interop import CPU
+from sparsecomm.transport import simulated
+from sparsecomm.transport.simulated import SimulatedTransport
+from tests.reducer.programs import Arrays, bits, gradients, same, total
+
+SHAPES = {"a": (6, 9), "b": (5,), "c": (41,)}
+NODES = [0, 0, 1, 1]
+ABSENT = {(1, 0): "a", (1, 1): "a", (1, 3): "c", (2, 2): "b"}  # names by step and rank
+ALLOCATIONS = "zeros", "empty"
+PLACES = {  # methods that may fail
+    SimulatedTransport: ("begin", "isend", "receive", "exchange_all"),
+    CpuBackend: (
+        *("take_topk", "topk_by_chunk", *ALLOCATIONS, "add_first", "accumulate", "add", "nonzeros", "merge", "write"),
+        *("sum_and_count", "concatenate_entries", "well_formed", "clear", "largest", "scatter_add", "divide"),
+    ),
+    Bucket: ("gradients", "set_aside"),
+    NodeCall: ("sum", "_sums", "gather", "_whole"),
+}
+
+
+class PlannedError(MemoryError):
+    pass
+
+
+class Failure:
+    """What fails on one rank: the call number ``at`` of `PLACES`, and then all allocations if ``memory`` is out."""
+
+    def __init__(self, at: int, memory: bool = False) -> None:
+        self.at, self.memory, self.where, self._passed, self._rank = at, memory, "", 0, None
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        self._rank: Any = getcurrent()
+        try:
+            yield
+        finally:
+            self._rank = None
+
+    def __call__(self, cls: type, name: str) -> Callable[..., Any]:
+        method = getattr(cls, name)
+
+        def planned(*arguments: Any, **options: Any) -> Any:
+            if getcurrent() is self._rank:
+                self._passed += 1
+                if self._passed == self.at + 1 or (self.where and self.memory and name in ALLOCATIONS):
+                    self.where = self.where or f"{cls.__name__}.{name}"
+                    raise PlannedError(f"in {name}")
+            return method(*arguments, **options)
+
+        return planned
+
+
+def votes(transport: SimulatedTransport, failure: Failure) -> None:
+    """Vote, as a transport does that survives dead ranks. So a call counts on all ranks or on none."""
+    others, vote = [rank for rank in range(transport.size) if rank != transport.rank], np.zeros(1, np.uint8)
+    mine = failure._rank is getcurrent()
+    failure._rank = None if mine else failure._rank
+    memory = Backends().of(CPU).memory(direct=False)
+    [*transport.exchange_all([(rank, vote) for rank in others], others, memory, 64)]
+    failure._rank = getcurrent() if mine else failure._rank
+
+
+def whole(state: Any) -> Arrays:
+    """Return all that a rank has kept, in arrays of the tensors' shapes."""
+    found = {}
+    for name, shape in SHAPES.items():
+        flat, residual = np.zeros(shape).reshape(-1), state["residuals"][name].reshape(-1)
+        begin, end = (0, flat.size) if state["slices"] is None else state["slices"][name]["part"]
+        flat[begin:end] = residual
+        found[name] = flat.reshape(shape) + (state["unsummed"][name][0] if name in state["unsummed"] else 0)
+    return found
+
+
+def steps(options: dict[str, Any], victim: int, failure: Failure) -> list[Any]:
+    """Make three steps. The second one fails. Return for each rank what it raised, pushed, applied and kept."""
+
+    def program(transport: SimulatedTransport) -> Any:
+        settings = {"op": "sum", "bucket_bytes": 100, "dense_below": 10} | options
+        reducer = sc.Reducer(gradients(0, SHAPES), 0.2, comm=transport, **settings)
+        pushed, applied, raised = [], [], []
+        for step in range(3):
+            mine = gradients(10 * step + transport.rank, SHAPES)
+            outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+            mine.pop(ABSENT.get((step, transport.rank), ""), None)
+            with failure.on() if step == 1 and transport.rank == victim else contextlib.nullcontext():
+                for name, out in outs.items():
+                    while not reducer.pushed(name):
+                        with contextlib.suppress(PlannedError):
+                            reducer.push(name, mine.get(name), out=out)
+                try:
+                    reducer.wait()
+                except (sc.SparseCommError, PlannedError) as error:
+                    raised.append((step, error))
+            if reducer.step == step:  # memory was out for the end of the step, too
+                with contextlib.suppress(sc.SparseCommError, PlannedError):
+                    reducer.wait()
+            assert reducer.step == step + 1
+            applied.append({name: out * (name not in reducer.unsummed) for name, out in outs.items()})
+            pushed.append({name: mine.get(name, np.zeros(shape)) for name, shape in SHAPES.items()})
+        return raised, pushed, applied, whole(reducer.state_dict())
+
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, names in PLACES.items():
+            for name in names:
+                patch.setattr(cls, name, failure(cls, name))
+        patch.setattr(SimulatedTransport, "conclude", lambda transport: votes(transport, failure))
+        return [result.value for result in simulated.run(4, program, node_of_rank=NODES)]
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["once", "memory"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "split"},
+        {"algorithm": "split", "skip_nonfinite": True},
+        {"algorithm": "double", "wire": "packed", "scope": "model", "dense_below": 0},
+        {"scope": "chunk", "chunk": 10, "algorithm": "allgather"},
+        {"algorithm": "dense", "skip_nonfinite": True},
+    ],
+    ids=str,
+)
+def test_a_failure_anywhere_loses_nothing(options: dict[str, Any], memory: bool) -> None:
+    at, found = 0, 0
+    while True:
+        failure, victim = Failure(at, memory), at // 5 % 4
+        results = steps(options, victim, failure)
+        if not failure.where:
+            break
+        raised, pushed, applied, kept = zip(*results, strict=True)
+        assert all(step == 1 for each in raised for step, _ in each), failure.where
+        same(total([*kept, *applied[victim - 1]]), total(gradient for each in pushed for gradient in each))
+        seen = {str([bits(outs) for outs in each]) for each in applied}
+        assert len(seen) == 1 or (memory and len(seen) == 2), failure.where  # no memory to write its results
+        found += all(raised)
+        at += 5
+    assert found > 5
+
+
+@pytest.mark.parametrize("algorithm", ["split", "allgather", "double"])
+def test_a_mean_may_be_too_small_for_the_dtype(algorithm: str) -> None:
+    """The smallest float32 of one rank, divided by 4, is zero."""
+
+    def program(transport: SimulatedTransport) -> None:
+        x, tiny = np.zeros(64, np.float32), np.float32(1e-45)
+        reducer = sc.Reducer({"x": x}, 0.1, comm=transport, dense_below=0, algorithm=algorithm, wire="plain")
+        for step in range(2):
+            x[:2] = tiny * (transport.rank == step), 4
+            reducer.reduce({"x": x})
+            assert x.tolist() == [0, 4] + [0] * 62
+
+    simulated.run(4, program, node_of_rank=NODES)
+
+
+def test_a_step_that_is_abandoned_makes_each_call_with_its_gradients() -> None:
+    """As `wait` does, if all tensors were pushed: momentum counts the step once."""
+
+    def program(transport: SimulatedTransport, abandons: bool) -> Any:
+        reducer = sc.Reducer(gradients(0, SHAPES), 0.2, comm=transport, momentum=0.5, algorithm="split")
+        for step in range(2):
+            for name, gradient in gradients(10 * step + transport.rank, SHAPES).items():
+                reducer.push(name, gradient)
+            if step and abandons:
+                reducer.rebuild(transport)
+            else:
+                reducer.wait()
+        state = reducer.state_dict()
+        return state["step"], bits(state["residuals"]), bits(state["velocities"]), state["unsummed"]
+
+    found = [simulated.run(4, lambda t, a=a: program(t, a), node_of_rank=NODES) for a in (False, True)]
+    assert [each.value for each in found[0]] == [each.value for each in found[1]]
+
+
+def test_what_was_kept_elsewhere_is_added_once_although_memory_runs_out() -> None:
+    """A state of nodes is loaded without nodes, so that its residuals and velocities are all unsummed."""
+
+    def program(transport: SimulatedTransport, at: int) -> Any:
+        options = {"comm": transport, "momentum": 0.5, "algorithm": "split", "dense_below": 0}
+        before = sc.Reducer(gradients(0, SHAPES), 0.2, **options)
+        before.reduce(gradients(transport.rank, SHAPES))
+        reducer = sc.Reducer(gradients(0, SHAPES), 0.2, nodes=False, **options)
+        reducer.load_state_dict(before.state_dict())
+        failure, mine = Failure(at), gradients(10 + transport.rank, SHAPES)
+        with failure.on(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CpuBackend, "add_first", failure(CpuBackend, "add_first"))
+            for name, gradient in mine.items():
+                while not reducer.pushed(name):
+                    with contextlib.suppress(PlannedError):
+                        reducer.push(name, gradient)
+        reducer.wait()
+        state = reducer.state_dict()
+        return bits(mine), bits(state["residuals"]), bits(state["velocities"]), failure.where
+
+    def on_ranks(at: int) -> tuple[Any, str]:
+        results = [result.value for result in simulated.run(4, lambda t: program(t, at), node_of_rank=NODES)]
+        return [result[:3] for result in results], results[0][3]
+
+    at, (right, _) = 0, on_ranks(-1)
+    while (found := on_ranks(at))[1]:
+        assert found[0] == right, at
+        at += 1
+    assert at > 4
