@@ -14,6 +14,8 @@ The cost model (`sparsecomm.primitives.costs`) gives the seconds of work and of 
 - Recovery. A lost packet delays its message by one round trip.
 - Gloo's ring. Segments of at most 1 MiB go around, two at a time. A receiver requests each segment, so every two take
   one round trip (gloo/allreduce.cc, gloo/transport/tcp/pair.cc).
+- Nodes. The m ranks of a node sum their gradients densely, and each gets the sums of a slice. Then m sparse calls share
+  the node's link: each is among the ranks that hold the same slice. At the end, the ranks of a node gather the results.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
 # SparseAdamW with its selection, on one rank, and fused AdamW, which it replaces: 56.0 and 18.3 ms for 25.6M weights
 # (bench/results/training-adamw-work.txt). On P ranks, owners divide a part of the work: times are proportional to the
-# bytes read, 43 per weight on one rank, and 20.1 + 32.2/P on P ranks (docs/reports/adamw.md).
+# bytes read, 43 per weight on one rank, and 20.1 + 32.2/P on P ranks (docs/reports/adamw.md). A rank with a slice adds
+# quotients and selects (13 of the 20.1) in it.
 _ADAMW_PASSES, _FUSED_PASSES = 5.5, 1.8
-_ON_ALL, _AT_OWNERS = 20.1 / 43, 32.2 / 43
+_ON_ALL, _ON_SLICE, _AT_OWNERS = 7.1 / 43, 13 / 43, 32.2 / 43
 # Passes per cache line of 16 elements with a selected entry: 40 ns for gradient, residual and sum. Fitted to `double`
 # on 4 simulated ranks with 8M weights: 1.6 and 3.0 ns of CPU time per weight at density 0.018 and 0.1.
 _LINE_PASSES, _LINE = 100.0, 16
@@ -60,15 +63,16 @@ _LINE_PASSES, _LINE = 100.0, 16
 
 @dataclass(frozen=True)
 class Network:
-    """The network between sites with equal links."""
+    """The network between nodes (machines, or sites of several) with equal links."""
 
-    rate: float  # bits per second of a site's link, each way
-    rtt: float = 0.0  # seconds of a round trip between sites
+    rate: float  # bits per second of a node's link, each way
+    rtt: float = 0.0  # seconds of a round trip between nodes
     loss: float = 0.0  # of packets, from 0 to 1
-    per_site: int = 1  # ranks at each site, which share its link
+    ranks_per_node: int = 1  # which share its link
     connections: int | None = None  # of TCP, from a rank to each other rank; None: the default of a process group
     congestion: str = "cubic"  # or "bbr", which does not slow down after a loss, paces packets and keeps its window
     queue: float = 0.1  # seconds that a packet may wait in the queue of a link before it is dropped
+    inside: Link | None = None  # for dense sums inside a node, such as PCIe between GPUs; None: as `Costs.node`
 
     @property
     def streams(self) -> int:
@@ -99,6 +103,7 @@ class Exchange:
     delay: int = 0  # `fragment_sync_delay` of `LocalSteps`
     overlap: bool = False  # whether the calls of a step begin during the backward pass, as in DistributedDataParallel
     adamw: bool = False  # whether the owners of `SparseAdamW` make its step with the sums
+    nodes: bool = False  # whether ranks of a node sum densely and share the sparse exchange, if `nodes_count_as_one`
 
 
 @dataclass(frozen=True)
@@ -108,14 +113,15 @@ class Prediction:
     algorithm: str  # the choice of "auto", or the name in the `Exchange`
     wire: str
     seconds: float  # of the exchange of a round, including its work
-    nbytes: float  # that the link of a site sends in a round
+    nbytes: float  # that the link of a node sends in a round
     round_seconds: float  # wall time of a round
     utilisation: float  # compute time / wall time
     work: float  # CPU seconds of a rank within `seconds`
+    participants: int  # in an exchange: ranks, or nodes if their ranks sum before it
 
 
 class _Call(NamedTuple):
-    """A sum over all ranks. ``nbytes``: sent by a site's link; ``work``: CPU seconds of a rank."""
+    """A sum over all ranks. ``nbytes``: sent by a node's link; ``work``: CPU seconds of a rank."""
 
     algorithm: str
     wire: str
@@ -124,27 +130,35 @@ class _Call(NamedTuple):
     work: float
 
 
+def nodes_count_as_one(training: Training, network: Network) -> bool:
+    """Return whether ``nodes="auto"`` sums inside nodes: there are several, with equally many ranks above 1."""
+    P, m = training.ranks, network.ranks_per_node
+    return 1 < m < P and P % m == 0
+
+
 def predict(training: Training, network: Network, exchange: Exchange, costs: Costs = DEFAULT) -> Prediction:
-    """Predict the time and the utilisation of a training. ``costs`` gives the work, and the messages inside a site.
+    """Predict the time and the utilisation of a training. ``costs`` gives the work, and the messages inside a node.
 
     Raise `InvalidInputError` if the algorithm does not exist, or does not support such a call.
     """
     slower = max(1.0, 1 / training.cores_per_rank)
     scaled = {name: slower * getattr(costs, name) for name in ("select", "merge", "codec", "add", "call")}
     costs, n = replace(costs, **scaled), training.parameters
-    H = exchange.sync_every or 1
-    computed = H * training.step_seconds
     dense, background = exchange.algorithm == GLOO, 0.0
+    exchange = replace(exchange, nodes=exchange.nodes and not dense and nodes_count_as_one(training, network))
+    H, m = exchange.sync_every or 1, network.ranks_per_node if exchange.nodes else 1
+    computed = H * training.step_seconds
     calls = _calls(training, network, exchange, costs) if training.ranks > 1 else []
     if exchange.sync_every is not None:
-        foreground = (_DENSE_PASSES if dense else _FOREGROUND_PASSES) * costs.add * n
-        background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
+        on_slice = 0 if dense else _FOREGROUND_PASSES - _DENSE_PASSES
+        foreground = (_DENSE_PASSES + on_slice / m) * costs.add * n
+        background = 0.0 if dense else _BACKGROUND_PASSES / m * costs.add * n
     elif exchange.adamw:
-        passes = _ADAMW_PASSES * (_ON_ALL + _AT_OWNERS / training.ranks) - _FUSED_PASSES
-        foreground = max(0.0, passes * costs.add - costs.select) * n
+        passes = _ADAMW_PASSES * (_ON_ALL + _ON_SLICE / m + _AT_OWNERS / training.ranks) - _FUSED_PASSES
+        foreground = max(0.0, passes * costs.add - costs.select / m) * n
     else:
         touched = 0.0 if dense else _LINE_PASSES * (1 - (1 - exchange.density) ** _LINE) / _LINE
-        foreground = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
+        foreground = 0.0 if dense else (_STEP_PASSES + touched / m) * costs.add * n
     backward = _BACKWARD * training.step_seconds if exchange.overlap else 0.0
     ready = (computed - backward * (1 - i / len(calls)) for i in range(1, len(calls) + 1))
     end = 0.0
@@ -155,14 +169,15 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
     algorithm, wire = calls[0][:2] if calls else (exchange.algorithm, exchange.wire)
     total, work = computed + foreground + waited, foreground + background + sum(call.work for call in calls)
     seconds, nbytes = sum(call.seconds for call in calls) + background + foreground, sum(call.nbytes for call in calls)
-    return Prediction(algorithm, wire, seconds, nbytes, total, computed / total, work / slower)
+    utilisation, participants = computed / total, training.ranks // m
+    return Prediction(algorithm, wire, seconds, nbytes, total, utilisation, work / slower, participants)
 
 
 def _calls(training: Training, network: Network, exchange: Exchange, costs: Costs) -> list[_Call]:
     """Return the calls of a round, in order. Connections were idle before the first one."""
     P, n = training.ranks, training.parameters
     idle = (exchange.sync_every or 1) * training.step_seconds
-    exchange, sites = replace(exchange, delay=0), -(-P // network.per_site)
+    exchange, num_nodes = replace(exchange, delay=0), -(-P // network.ranks_per_node)
     if exchange.algorithm == GLOO:
         count = -(-4 * n // _DDP_BUCKET) if exchange.overlap else 1
         threads = min(_GLOO_THREADS, count)
@@ -170,22 +185,26 @@ def _calls(training: Training, network: Network, exchange: Exchange, costs: Cost
         return [first] + [other] * (count - 1)
     count = 1
     if exchange.sync_every is None:
-        with_link = replace(costs, link=_link(network), node=costs.node or costs.link)
-        count = -(-4 * n // bucket_bytes(P, sites, exchange.density, with_link, exchange.algorithm, exchange.wire))
+        m = network.ranks_per_node if exchange.nodes else 1  # slices of a bucket
+        with_link = replace(costs, link=_link(network), node=costs.node or costs.link).shared_by(m)
+        options = exchange.density, with_link, exchange.algorithm, exchange.wire
+        count = -(-4 * n // (m * bucket_bytes(P // m, num_nodes, *options)))
     first, other = (_sparse(P, -(-n // count), network, exchange, pause, costs) for pause in (idle, 0.0))
-    small = _sparse(P, min(n, _SMALL), network, Exchange("dense", "plain"), 0.0, costs)
+    small = _sparse(P, min(n, _SMALL), network, Exchange("dense", "plain", nodes=exchange.nodes), 0.0, costs)
     return [first] + [other] * (count - 1) + [small] * (not exchange.adamw)
 
 
 @lru_cache(maxsize=4096)
 def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, costs: Costs) -> _Call:
     """Return a call for n elements over connections that were idle for ``idle`` seconds."""
-    sites = -(-P // network.per_site)
+    num_nodes, m = -(-P // network.ranks_per_node), network.ranks_per_node if exchange.nodes else 1
+    P, n, per_node = P // m, -(-n // m), network.ranks_per_node // m  # of each of m calls, which share the link
+    network = replace(network, rate=network.rate / m, ranks_per_node=per_node)
     costs = replace(costs, link=_link(network), node=costs.node or costs.link)
     rounds = exchange.sync_every is not None
     k = max(1, round(exchange.density * n))
     query = CostQuery(
-        P, sites, n, k, 4, exchange.algorithm, exchange.wire, contributors=rounds and exchange.algorithm == "auto"
+        P, num_nodes, n, k, 4, exchange.algorithm, exchange.wire, contributors=rounds and exchange.algorithm == "auto"
     )
     best = decide(query, costs)
     problem, link = query.problem(best.wire), costs.link
@@ -194,11 +213,11 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
         problem = replace(problem, entry_bytes=(problem.entry_bytes + updates) / 2)
     name, without = best.algorithm.name, best.algorithm.predicted_time(problem, costs)
     work = best.algorithm.predicted_time(problem, replace(costs, link=Link(0.0, 0.0), node=Link(0.0, 0.0)))
-    if sites == 1:
+    if num_nodes == 1:
         return _Call(name, best.wire.name, without, 0.0, work)
 
     def count(cost: str) -> float:
-        """Return how often a site pays ``cost``, a field of its link: the derivative of the predicted time."""
+        """Return how often a node pays ``cost``, a field of its link: the derivative of the predicted time."""
         now = float(getattr(link, cost))
         dearer = replace(costs, link=replace(link, **{cost: (1 + _SMALL_CHANGE) * now}))
         return (best.algorithm.predicted_time(problem, dearer) - without) / (_SMALL_CHANGE * now)
@@ -210,29 +229,33 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
     connections = peers * network.streams
     burst = nbytes / trips / connections  # bytes that a connection sends at once
     stalled = phases * _stalled(nbytes / phases / connections, connections, network, idle, burst)
-    lost = _recovery(nbytes * sites / trips, trips, connections * sites, network)
+    lost = _recovery(m * nbytes * num_nodes / trips, trips, m * connections * num_nodes, network)
     agreement = 0.0  # before the sums of a round, ranks compare their arguments
     if rounds:
-        agreement = link.alpha * (1 if costs.direct_is_faster(P, sites) else log2_ceil(P))
-    return _Call(name, best.wire.name, without + stalled + lost + agreement, nbytes, work)
+        agreement = link.alpha * (1 if costs.direct_is_faster(P, num_nodes) else log2_ceil(P))
+    inside, entries = network.inside or costs.node or costs.link, k if best.algorithm.bounded_result else num_nodes * k
+    slices = 4 * n, min(4 * n, 8 * entries)  # bytes of a slice of the gradient, and of its result, inside the node
+    added, moved = (m - 1) * costs.add * n, sum(inside.trip(m - 1, (m - 1) * each) for each in slices)
+    seconds = without + stalled + lost + agreement + added + moved
+    return _Call(name, best.wire.name, seconds, m * nbytes, work + added)
 
 
 def _ring(P: int, n: float, network: Network, idle: float, costs: Costs, at_once: int) -> _Call:
     """Return a call of gloo's ring; ``at_once`` calls share the link and its round trips."""
-    sites, work = -(-P // network.per_site), 2 * costs.add * n
+    num_nodes, work = -(-P // network.ranks_per_node), 2 * costs.add * n
     trips = (P - 1) * max(-(-4 * n // _GLOO_SEGMENT // P), 2.0)  # round trips, each with two segments
-    link = _link(network) if sites > 1 else costs.node or costs.link
+    link = _link(network) if num_nodes > 1 else costs.node or costs.link
     nbytes = 8 * n * (P - 1) / P
     seconds = work + nbytes * link.beta + trips * 2 * link.alpha / at_once
-    if sites == 1:
+    if num_nodes == 1:
         return _Call(GLOO, "plain", seconds, 0.0, work)
     seconds += _stalled(nbytes, 1.0, network, idle, nbytes, 2 * _GLOO_SEGMENT) / at_once
-    lost = _recovery(nbytes * sites / (2 * P - 2), 2 * P - 2, sites, network) / at_once
+    lost = _recovery(nbytes * num_nodes / (2 * P - 2), 2 * P - 2, num_nodes, network) / at_once
     return _Call(GLOO, "plain", seconds + lost, nbytes, work)
 
 
 def _link(network: Network) -> Link:
-    """Return the cost of a message between sites, on connections with open windows."""
+    """Return the cost of a message between nodes, on connections with open windows."""
     alpha, beta = DEFAULT.link.alpha + network.rtt / 2, 8 * PACKET / SEGMENT / network.rate
     return replace(DEFAULT.link, alpha=alpha, beta=beta)
 
@@ -303,7 +326,7 @@ def _stream_stall(packets: float, window: float, full: float, loss: float, sever
 
 
 def _recovery(nbytes: float, trips: float, streams: float, network: Network) -> float:
-    """Return the seconds that losses add to a number of trips, when all sites together send ``nbytes`` per trip."""
+    """Return the seconds that losses add to a number of trips, when all nodes together send ``nbytes`` per trip."""
     packets = max(nbytes / SEGMENT, 1.0)
     # Only a timeout detects the loss of a connection's last packets, unless the library has several connections to a
     # peer: then it sends a short frame after each message.

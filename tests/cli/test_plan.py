@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,10 @@ from sparsecomm.cli import main, plan
 from sparsecomm.cli.plan import methods
 from sparsecomm.cli.plan import network as measurement
 from sparsecomm.optimizers import adamw
-from sparsecomm.primitives.costs import Costs
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.tuning.links import _all_pairs
-from sparsecomm.tuning.profile import DEFAULT
+from sparsecomm.tuning.profile import DEFAULT, Profile
 from sparsecomm.tuning.utilisation import Network, Training
 from tests.cli.test_cli import shell
 from tests.processes import LIMIT, torchrun
@@ -51,11 +52,12 @@ def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.Captur
     header, rows = content["header"], content["rows"]
     assert content["schema"] == plan.SCHEMA
     assert (header["ranks"], header["parameters"], header["step_seconds"]) == (4, 30_800_000, 0.03)
-    assert (header["rate"], header["rtt"], header["loss"], header["per_site"]) == (50e6, 0.08, 0.001, 1)
+    assert (header["rate"], header["rtt"], header["loss"], header["ranks_per_node"]) == (50e6, 0.08, 0.001, 1)
     assert len(rows) == sum(line.startswith(" ") and line[1] != " " for line in shown.splitlines()) == 13
     assert set(rows[0]) == {
-        "method", "arguments", "sync_every", "fragment_sync_delay", "density", "algorithm", "wire", "exchange_seconds",
-        "bytes_per_round", "round_seconds", "step_seconds", "utilisation", "nats_above_dense", "seconds_at_equal_loss",
+        "method", "arguments", "sync_every", "fragment_sync_delay", "nodes", "participants", "density", "algorithm",
+        "wire", "exchange_seconds", "bytes_per_round", "round_seconds", "step_seconds", "utilisation",
+        "nats_above_dense", "seconds_at_equal_loss",
     }  # fmt: skip
     for row in rows:
         H = row["sync_every"] or 1
@@ -138,6 +140,50 @@ def test_what_is_assumed_is_said(
     assert assumed in shown
     assert header.items() <= found.items()
     assert (found["costs"]["select"] < DEFAULT.select) == ("cuda" in options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "options", "memory", "participants"),
+    [
+        (8, 2, "", "385 MB", {"yes": 4, "no": 8, "-": 8}),  # 8 + 5/2 + 16/8 bytes per weight
+        (8, 2, "--optimizer sgd", "", {"yes": 4, "no": 8, "-": 8}),
+        (64, 8, "--device cuda", "273.4 MB", {"yes": 8, "no": 64, "-": 64}),
+        (8, 8, "--device cuda", "462 MB", {}),
+        (8, 1, "", "462 MB", {}),
+    ],
+)
+def test_nodes_count_as_one(
+    ranks: int, per_node: int, options: str, memory: str, participants: dict[str, int], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    file, size = tmp_path / "plan.json", f"--ranks {ranks} --ranks-per-node {per_node}"
+    assert main(["plan", *size.split(), *FAR[2:], *options.split(), "--json", str(file)]) == 0
+    shown, content = capsys.readouterr().out, json.loads(file.read_text())
+    assert f"# memory          {memory}" in shown or "sgd" in options
+    lines = [line.split() for line in shown.splitlines() if re.match(" [a-z S]", line) and line[1] != " "]
+    assert shown.count("equal loss  nodes\n") == bool(participants)
+    assert ("# assumed GPUs    200 Gb/s" in shown) == ("cuda" in options and bool(participants))
+    assert content["header"]["ranks_per_node"] == per_node
+    assert content["header"]["loss_participants"] == 8
+    for line, row in zip(lines, content["rows"], strict=True):
+        assert row["nodes"] == (line[-1] == "yes")
+        assert row["participants"] == participants.get(line[-1], ranks)
+        assert (line[-1] == "no") == (row["arguments"] == "nodes=False")
+    assert sum(line[-1] == "no" for line in lines) == bool(participants)
+    others = sorted({row["participants"] for row in content["rows"] if row["method"] != methods.DENSE} - {8})
+    said = " ".join(shown.split())
+    expected = f"Here, {' or '.join(map(str, others))} participate."
+    assert (expected in said) == ("Losses were measured with 8 participants" in said) == bool(others)
+
+
+def test_the_work_of_a_gpu_is_not_that_of_a_profile(tmp_path: Path) -> None:
+    file, profile = tmp_path / "plan.json", tmp_path / "profile.json"
+    costs = replace(DEFAULT, node=Link(1e-6, 1e-10), select=1.0)
+    profile.write_text(Profile("Open MPI", 4, 4, costs).as_json())
+    assert main(["plan", *FAR, "--device", "cuda", "--profile", str(profile), "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["header"]
+    assert found["costs"] == asdict(replace(methods.CUDA, node=costs.node))
+    assert found["inside"] == asdict(methods.PCIE)
 
 
 def test_without_matplotlib_the_table_is_printed(

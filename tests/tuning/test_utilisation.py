@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsecomm.primitives.costs import Link
 from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import GLOO, SEGMENT, Exchange, Network, Training, predict, stream_rate
+from sparsecomm.wire import HEADER_BYTES
 
 PUBLISHED = {
     (1, 50e6): 0.0007, (8, 50e6): 0.0055, (32, 50e6): 0.0241, (128, 50e6): 0.1155,
@@ -179,14 +181,59 @@ def test_calls_wait_for_each_other(training: Training, network: Network, algorit
     )
 
 
-def test_ranks_of_a_site_share_its_link_and_a_delay_hides_its_exchange() -> None:
-    alone, shared = (Network(1e8, 0.02, per_site=m) for m in (1, 4))
+def test_ranks_of_a_node_share_its_link_and_a_delay_hides_its_exchange() -> None:
+    alone, shared = (Network(1e8, 0.02, ranks_per_node=m) for m in (1, 4))
     training, exchange = Training(8, 10**7, 0.03), Exchange("allgather", "packed_int2", 1 / 64, 32)
     assert predict(training, shared, exchange).seconds > predict(training, alone, exchange).seconds
-    assert predict(training, replace(shared, per_site=8), exchange).nbytes == 0
+    assert predict(training, replace(shared, ranks_per_node=8), exchange).nbytes == 0
     waits, hidden = (predict(training, alone, replace(exchange, delay=delay)).utilisation for delay in (0, 16))
     assert waits < hidden
     assert predict(Training(1, 10**6, 0.03), Network(1e6, 0.1), Exchange()).utilisation == 1
+
+
+@settings(max_examples=150)
+@given(st.integers(2, 5), st.integers(10**7, 10**9), st.floats(1e-2, 10), networks, exchanges)
+def test_ranks_that_count_as_one_send_no_more_than_one(
+    N: int, n: int, seconds: float, network: Network, exchange: Exchange
+) -> None:
+    """A node of m ranks sends as much as a node of one rank, and never more than without ``nodes``."""
+    nodes, one = replace(exchange, nodes=True), predict(Training(N, n, seconds), network, exchange)
+    assert predict(Training(N, n, seconds), network, nodes) == one
+    single = replace(network, ranks_per_node=N)
+    assert predict(Training(N, n, seconds), single, nodes) == predict(Training(N, n, seconds), single, exchange)
+    for m in (2, 4, 8):
+        training, shared = Training(m * N, n, seconds), replace(network, ranks_per_node=m)
+        flat, found = (predict(training, shared, each) for each in (exchange, nodes))
+        if exchange.algorithm == GLOO:
+            assert found == flat
+            continue
+        assert (found.participants, flat.participants) == (N, m * N)
+        assert found.algorithm == flat.algorithm == one.algorithm
+        assert found.nbytes <= flat.nbytes * (1 + 1e-6)
+        headers = m * HEADER_BYTES * 4 * N * (n / 2**18 + 2)  # of the calls, at most one for each MiB
+        assert found.nbytes == pytest.approx(one.nbytes, rel=0.02, abs=headers)
+        if exchange.algorithm == "double" and exchange.adamw:
+            assert 0.6 < found.nbytes * m / flat.nbytes < 1.25  # flat forwards some messages, and has other buckets
+
+
+def test_work_and_messages_inside_a_node() -> None:
+    """Bytes read are those of docs/reports/adamw.md: 13 in the slice, 7.1 in all weights, 32.2/P by owners."""
+    n, m, N, k = 10**8, 2, 2, 10**8 // 64
+    network, costs = Network(1e9, ranks_per_node=m), replace(DEFAULT, select=0.0, merge=0.0, codec=0.0, call=0.0)
+    step = predict(
+        Training(m * N, n, 1.0), network, Exchange("double", "packed_int2", 0.09, adamw=True, nodes=True), costs
+    )
+    read = 7.1 + 13 / m + 32.2 / (m * N)
+    assert step.work == pytest.approx((5.5 * read / 43 - 1.8 + (m - 1) / m) * costs.add * n, rel=1e-6)
+    local, costs = Exchange("allgather", "packed_int2", 1 / 64, 8, nodes=True), replace(costs, add=0.0)
+    none, slow = (
+        predict(Training(m * N, n, 1.0), replace(network, inside=Link(0.0, beta)), local, costs) for beta in (0.0, 1e-9)
+    )
+    alone = predict(Training(N, n, 1.0), Network(1e9), local, costs)
+    assert none.seconds == pytest.approx(alone.seconds, rel=1e-3)  # m calls share the link
+    small = 2 * 4 * 4096  # a dense sum of small tensors
+    moved = (m - 1) / m * (4 * n + 8 * N * k + small)
+    assert slow.seconds - none.seconds == pytest.approx(1e-9 * moved, rel=1e-6)
 
 
 # -- what trains ------------------------------------------------------------------------------------------------------

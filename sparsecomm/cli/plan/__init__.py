@@ -8,11 +8,12 @@ Each line of the table is a way to train:
   H            local steps of a round; 1: an exchange in every step
   delay        local steps between the start of an exchange and its application (fragment_sync_delay)
   exchange     seconds of an exchange, including its work
-  sent         megabytes that the link of a site sends in a round
+  sent         megabytes that the link of a node sends in a round
   step         seconds per step, including the part of exchanges that delays it
   computing    the percentage of the time in which ranks compute: the utilisation
-  loss         nats above dense, for the small models of the reports: no promise for yours. 0: not above dense
+  loss         nats above dense, for the small models of the reports on 8 ranks: no promise. 0: not above dense
   equal loss   the time to the same loss, as a multiple of the smallest in the table
+  nodes        yes: the ranks of a node sum densely and count as one. no: nodes=False. Only with --ranks-per-node
 
 The dense rows use gloo: DistributedDataParallel in every step, and one all_reduce per round of local steps.
 docs/guides/plan.md says what the times take into account.
@@ -41,7 +42,8 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import number_text, percent_text, rate_text, time_text
 from sparsecomm.transport import Transport
-from sparsecomm.tuning.utilisation import GLOO, Network, Training
+from sparsecomm.tuning.equal_loss import PARTICIPANTS
+from sparsecomm.tuning.utilisation import GLOO, Network, Training, nodes_count_as_one
 
 HELP = "compare ways to train over a network, such as SparseAdamW and local steps, and recommend one"
 _CORES = options.number(
@@ -49,7 +51,7 @@ _CORES = options.number(
 )
 _LAN, _LAN_TRIP, _WAN_TRIP = 100e6, 0.2e-3, 30e-3  # bits per second, and seconds, that are assumed without --rtt
 _GPU = "kernels of one NVIDIA H200. The optimizer's work, copies to the host and several GPUs were not measured"
-SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
+SCHEMA = 3  # of the JSON file: increase it when a field changes its meaning or is removed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,10 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     often = "duration of each measurement, roughly (%(default)s)"
     network.add_argument("--seconds", type=options.duration, default="2s", metavar="TIME", help=often)
     network.add_argument("--ranks", type=options.count, metavar="P", help="number of ranks that train")
-    per_site = "ranks at each site, which share its link (1)"
-    network.add_argument("--ranks-per-site", type=options.count, metavar="M", help=per_site)
-    network.add_argument("--rate", type=options.rate, help="rate of a site's link, each way: 50mbit, 1gbit")
-    trip = "round trip between sites: 80ms (0.2 ms from 100mbit, as in a local network; else 30 ms)"
+    per_node = "ranks on each node, such as the GPUs of a machine, which share its link (1)"
+    network.add_argument("--ranks-per-node", type=options.count, metavar="M", help=per_node)
+    network.add_argument("--rate", type=options.rate, help="rate of a node's link, each way: 50mbit, 1gbit")
+    trip = "round trip between nodes: 80ms (0.2 ms from 100mbit, as in a local network; else 30 ms)"
     network.add_argument("--rtt", type=options.seconds, metavar="TIME", help=trip)
     network.add_argument("--loss", type=options.loss, metavar="PART", help="packet loss: 0.1%% or 0.001 (0)")
     control = "TCP congestion control: cubic slows down after a loss, bbr does not (cubic)"
@@ -81,9 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--optimizer", choices=methods.OPTIMIZERS, default="adamw", help=choice)
     cores = "share of a CPU core that a rank has for the work of exchanges, up to 1 (%(default)s)"
     training.add_argument("--cores-per-rank", type=_CORES, default=1.0, metavar="C", help=cores)
-    device = "what does the work of exchanges: a CPU core, or a GPU like one NVIDIA H200 (%(default)s)"
+    device = "what does the work of exchanges on each rank: a CPU core, or a GPU like one NVIDIA H200 (%(default)s)"
     training.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
-    costs = "costs of work, a file of `sparsecomm tune` (default: typical costs of a CPU core of 2024)"
+    costs = "costs of work on a CPU, a file of `sparsecomm tune` (default: typical costs of a CPU core of 2024)"
     training.add_argument("--profile", type=Path, metavar="FILE", help=costs)
     options.add_files(parser, "utilisation against rate and H")
 
@@ -119,10 +121,12 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
         text = ", ".join(f"--{name.replace('_', '-')} {examples[name]}" for name in missing)
         measured = ", or --measure under mpirun or torchrun" if "rate" in missing else ""
         raise InvalidInputError(f"plan: options are missing. Add, with your numbers: {text}{measured}")
-    if arguments.ranks and arguments.ranks % (arguments.ranks_per_site or 1):
+    if arguments.ranks and arguments.ranks % (arguments.ranks_per_node or 1):
         raise InvalidInputError(
-            f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: must be a multiple of it"
+            f"--ranks {arguments.ranks} with --ranks-per-node {arguments.ranks_per_node}: must be a multiple of it"
         )
+    if arguments.device == "cuda" and arguments.cores_per_rank < 1:
+        raise InvalidInputError("--cores-per-rank with --device cuda: GPUs do the work of exchanges. Omit one of them")
     options.costs(arguments.profile)
 
 
@@ -148,8 +152,8 @@ def _measure(transport: Transport, comm: World, arguments: argparse.Namespace) -
     if transport.rank == 0:
         print(*(f"{label:<14} {text}" for label, text in lines), sep="\n", flush=True)
     arguments.ranks = arguments.ranks or P
-    if arguments.ranks_per_site is None and P % transport.num_nodes == 0 and transport.num_nodes > 1:
-        arguments.ranks_per_site = P // transport.num_nodes
+    if arguments.ranks_per_node is None and P % transport.num_nodes == 0 and transport.num_nodes > 1:
+        arguments.ranks_per_node = P // transport.num_nodes
     for name, value in measured.options.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -158,8 +162,9 @@ def _measure(transport: Transport, comm: World, arguments: argparse.Namespace) -
 def _plan(arguments: argparse.Namespace) -> None:
     """Print the table and the advice, and write the files."""
     costs, assumed = options.costs(arguments.profile), {}
-    if arguments.device == "cuda" and arguments.profile is None:
-        costs, assumed["assumed work"] = methods.CUDA, _GPU
+    cuda, per_node = arguments.device == "cuda", arguments.ranks_per_node or 1
+    if cuda:  # a profile contains the work of a CPU
+        costs, assumed["assumed work"] = replace(methods.CUDA, node=costs.node), _GPU
     if arguments.rtt is None:
         arguments.rtt = _LAN_TRIP if arguments.rate >= _LAN else _WAN_TRIP
         where = "in a local network" if arguments.rate >= _LAN else "over the internet"
@@ -169,21 +174,28 @@ def _plan(arguments: argparse.Namespace) -> None:
         arguments.rate,
         arguments.rtt,
         arguments.loss or 0.0,
-        arguments.ranks_per_site or 1,
+        per_node,
         congestion=arguments.congestion or "cubic",
+        inside=methods.PCIE if cuda else None,
     )
+    nodes = nodes_count_as_one(training, network)
+    if cuda and nodes:
+        rate = rate_text(8 / methods.PCIE.beta)
+        assumed["assumed GPUs"] = f"{rate} between the GPUs of a node, as over PCIe 4.0; NVLink is faster"
     every = sorted(arguments.sync_every)
     table = list(methods.ways(training, network, every, costs, arguments.optimizer))
     chosen, min_seconds = methods.best(table), min(way.seconds for way in table)
-    memory = {"memory": methods.memory(training)} if arguments.optimizer == "adamw" else {}
+    memory = {"memory": methods.memory(training, network)} if arguments.optimizer == "adamw" else {}
     head = {"sparsecomm": sc.__version__, **methods.described(training, network), **memory, **assumed}
-    print(table_head(head, _COLUMNS))
+    columns = _COLUMNS if nodes else _COLUMNS[:-1]
+    print(table_head(head, columns))
     for way in table:
-        print(table_line((way, min_seconds), _COLUMNS))
+        print(table_line((way, min_seconds), columns))
     lines = methods.advice(chosen, table, training, network)
     print("", *lines, sep="\n", flush=True)
     if arguments.json is not None:
         header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
+        header["loss_participants"] = PARTICIPANTS
         rows = [way.as_row() for way in table]
         content = {"schema": SCHEMA, "header": header, "advice": lines, "taken": table.index(chosen), "rows": rows}
         with options.writing(arguments.json):
@@ -197,6 +209,7 @@ def _percent(fraction: float) -> str:
     return number_text(100 * fraction, 2) if fraction < 0.1 else f"{100 * fraction:.0f}"
 
 
+_NODES = {True: "yes", False: "no"}
 _COLUMNS = [
     Column("", "", 21, lambda row: f"{row[0].method:<20}"),
     Column("H", "steps", 6, lambda row: row[0].H),
@@ -210,6 +223,7 @@ _COLUMNS = [
     Column("computing", "%", 11, lambda row: _percent(row[0].predicted.utilisation)),
     Column("loss", "nats", 13, lambda row: "not trained" if row[0].loss is None else f"{row[0].loss:+.3f}"),
     Column("equal loss", "x", 12, lambda row: "-" if row[0].loss is None else number_text(row[0].seconds / row[1])),
+    Column("nodes", "", 7, lambda row: "-" if row[0].predicted.algorithm == GLOO else _NODES[row[0].exchange.nodes]),
 ]
 
 
@@ -254,7 +268,7 @@ def draw(
     lengths.plot([chosen.H], [100 * chosen.predicted.utilisation], **ring)
     rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
     log_axis(rates.xaxis, rate_text)
-    rates.set_xlabel("rate of a site's link, bits per second")
+    rates.set_xlabel("rate of a node's link, bits per second")
     rates.set_ylabel("utilisation: compute time / wall time, %")
     lengths.set_xscale("log", base=2)
     lengths.set_xticks(every, [number_text(each) for each in every])

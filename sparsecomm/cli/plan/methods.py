@@ -9,11 +9,19 @@ from operator import attrgetter
 from textwrap import wrap
 from typing import Any
 
-from sparsecomm.primitives.costs import Costs
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text, time_text
-from sparsecomm.tuning.equal_loss import STEPS_TRAINED, TRAINED, nats, relative_steps
+from sparsecomm.tuning.equal_loss import PARTICIPANTS, STEPS_TRAINED, TRAINED, nats, relative_steps
 from sparsecomm.tuning.profile import DEFAULT
-from sparsecomm.tuning.utilisation import Exchange, Network, Prediction, Training, predict, stream_rate
+from sparsecomm.tuning.utilisation import (
+    Exchange,
+    Network,
+    Prediction,
+    Training,
+    nodes_count_as_one,
+    predict,
+    stream_rate,
+)
 
 # The simplest first. A plan recommends a later method only if it is faster by more than the factor `_SIMPLER`.
 DENSE, ADAMW, SGD, DENSE_LOCAL, LOCAL, DELAYED = METHODS = (
@@ -27,6 +35,8 @@ DENSE, ADAMW, SGD, DENSE_LOCAL, LOCAL, DELAYED = METHODS = (
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}  # for each optimizer, the method that exchanges in every step
 # Work on a GPU: the kernels on one NVIDIA H200, at a density of 0.01 (bench/results/gpu.txt).
 CUDA = replace(DEFAULT, select=4e-12, merge=0.06e-9, codec=0.85e-9, add=3e-12, call=100e-6)
+# Assumed between the GPUs of a node: PCIe 4.0 x16, the slowest common link (32 GB/s less overhead), and 20 us a call.
+PCIE = Link(alpha=20e-6, beta=0.04e-9)
 _SIMPLER = 1.05
 _seconds = attrgetter("seconds")
 _GOOD = 0.9  # utilisation
@@ -75,6 +85,8 @@ class Way:
             "arguments": self.arguments,
             "sync_every": self.exchange.sync_every,
             "fragment_sync_delay": self.exchange.delay,
+            "nodes": self.exchange.nodes,
+            "participants": self.predicted.participants,
             "density": self.exchange.density,
             "algorithm": self.predicted.algorithm,
             "wire": self.predicted.wire,
@@ -92,7 +104,7 @@ def ways(
     training: Training, network: Network, every: Sequence[int], costs: Costs, optimizer: str = "adamw"
 ) -> Iterator[Way]:
     """Yield the ways to train that suit ``optimizer``; ``every`` lists the numbers of local steps per round."""
-    dense, per_step = nats("dense", 1), OPTIMIZERS[optimizer]
+    dense, per_step, nodes = nats("dense", 1), OPTIMIZERS[optimizer], nodes_count_as_one(training, network)
 
     def way(method: str, exchange: Exchange, loss: float | None, arguments: str = "") -> Way:
         loss = None if loss is None else max(0.0, loss)  # a small model that trained better promises nothing
@@ -102,11 +114,14 @@ def ways(
         return Way(method, exchange, predicted, loss, seconds, arguments)
 
     def local(algorithm: str, H: int, delay: int = 0) -> Way:
-        exchange = Exchange(algorithm, _WIRE, _CHUNKS, H, delay)
+        exchange = Exchange(algorithm, _WIRE, _CHUNKS, H, delay, nodes=nodes)
         return way(DELAYED if delay else LOCAL, exchange, nats(algorithm, H, delay) - dense)
 
     yield way(DENSE, Exchange(overlap=True), 0.0)
-    for arguments, exchange in SETTINGS[per_step]:
+    settings = [(arguments, replace(exchange, nodes=nodes)) for arguments, exchange in SETTINGS[per_step]]
+    if nodes:  # and the first setting without them
+        settings[1:1] = [("nodes=False", SETTINGS[per_step][0][1])]
+    for arguments, exchange in settings:
         known = STEPS_TRAINED.get((exchange.adamw, exchange.wire, exchange.density))
         yield way(per_step, exchange, known, arguments)
     for H in every:
@@ -143,18 +158,19 @@ _DEFAULT_BUFFERS = 4e6  # bytes that Linux allows a connection by default
 def described(training: Training, network: Network) -> dict[str, str]:
     """Describe the training and the network in words."""
     links = f"{rate_text(network.rate)} each way, round trips of {time_text(network.rtt) if network.rtt else '0 ms'}, "
-    sites = f", {network.per_site} at each site" if network.per_site > 1 else ""
+    nodes = f", {network.ranks_per_node} on each node" if network.ranks_per_node > 1 else ""
     return {
-        "training": f"{number_text(training.parameters)} parameters on {training.ranks} ranks{sites}; "
+        "training": f"{number_text(training.parameters)} parameters on {training.ranks} ranks{nodes}; "
         f"{time_text(training.step_seconds)} a step",
         "links": links + (f"{percent_text(network.loss)} of the packets lost" if network.loss else "no loss"),
     }
 
 
-def memory(training: Training) -> str:
+def memory(training: Training, network: Network) -> str:
     """Return the memory of float32 weights, gradients and AdamW's state on each rank: docs/reports/adamw.md."""
     n, owned = training.parameters, 16 / training.ranks if training.ranks > 1 else 12
-    ours, dense = bytes_text((13 + owned) * n), bytes_text(16 * n)
+    slices = network.ranks_per_node if nodes_count_as_one(training, network) else 1  # of residual and unit
+    ours, dense = bytes_text((8 + 5 / slices + owned) * n), bytes_text(16 * n)
     return f"{ours} with SparseAdamW, {dense} with AdamW: weights, gradients, state"
 
 
@@ -174,7 +190,9 @@ def advice(chosen: Way, table: Sequence[Way], training: Training, network: Netwo
         what = _WHAT[way.method].format(density=number_text(way.exchange.density))
         take += f" The simplest change: {what}, with which ranks compute {_utilisation(way)} of the time."
     cautions = [
-        line for caution in _cautions(chosen, network) for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
+        line
+        for caution in _cautions(chosen, table, network)
+        for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
     ]
     return [verdict, *wrap(take, 100), "", *(f"    {line}" for line in _code(chosen)), "", *cautions]
 
@@ -217,7 +235,7 @@ def _code(way: Way) -> list[str]:
     ]
 
 
-def _cautions(way: Way, network: Network) -> list[str]:
+def _cautions(way: Way, table: Sequence[Way], network: Network) -> list[str]:
     lines = []
     if way.method in (LOCAL, DELAYED, DENSE_LOCAL):
         lines.append(
@@ -229,6 +247,11 @@ def _cautions(way: Way, network: Network) -> list[str]:
         lines.append(
             f"Loss: {_above(way)} for one model of at most 200,000 weights on 8 ranks. Your model may lose more: "
             "compare with dense, see docs/guides/compare-with-dense.md."
+        )
+    if others := sorted({each.predicted.participants for each in table if each.method != DENSE} - {PARTICIPANTS}):
+        lines.append(
+            f"Losses were measured with {PARTICIPANTS} participants in an exchange: ranks, or nodes that count as one. "
+            f"Here, {' or '.join(map(str, others))} participate."
         )
     if "momentum" in way.arguments:
         lines.append("Use SGD without momentum, at twice the learning rate that suits momentum 0.9, and a Warmup.")
