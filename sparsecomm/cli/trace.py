@@ -8,6 +8,7 @@ Each rank writes a file while its calls are made, even if a call fails or the ra
   calls        number of calls that the rank made
   select ...   seconds in each part of its calls
   late         seconds in which it waited for ranks that had not begun to send
+  to nodes     bytes sent to other nodes, if nodes have several ranks
   made late    seconds in which other ranks waited for this one: it computed, was stuck, or was late itself
   clock        milliseconds by which its clock was ahead of the first rank's, and the maximum error
 
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = read(arguments.files)
     ahead, sent = clock_offsets(ranks), list(messages(ranks))
     late = late_senders(sent, ahead)
-    rows = [_row(rank, ahead[number], late) for number, rank in ranks.items()]
+    out = bytes_out(ranks, sent)
+    rows = [_row(rank, ahead[number], late, out) for number, rank in ranks.items()]
     columns = [_column(name, rows) for name in rows[0] if name not in PARTS or any(row[name] != "0" for row in rows)]
     print(table_head({}, columns))
     for row in rows:
@@ -66,7 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _row(rank: Rank, ahead: Offset, late: Mapping[tuple[int, int], float]) -> dict[str, str]:
+def bytes_out(ranks: Mapping[int, Rank], sent: list[Message]) -> Mapping[int, int] | None:
+    """Return the bytes that each rank has sent to other nodes, or ``None`` unless there are nodes of several ranks."""
+    node = {number: rank.node for number, rank in ranks.items()}
+    if not 1 < len(set(node.values())) < len(node):
+        return None
+    out = dict.fromkeys(node, 0)
+    for message in sent:
+        out[message.sender] += message.nbytes * (node[message.sender] != node[message.receiver])
+    return out
+
+
+def _row(
+    rank: Rank, ahead: Offset, late: Mapping[tuple[int, int], float], out: Mapping[int, int] | None
+) -> dict[str, str]:
     """Return the cells of a rank's row, by the names of the columns."""
     calls = [call for each in rank.calls.values() for call in each]
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -82,6 +97,7 @@ def _row(rank: Rank, ahead: Offset, late: Mapping[tuple[int, int], float]) -> di
         "calls": str(len(calls)),
         **{name: number_text(value) for name, value in seconds.items()},
         "sent": bytes_text(sum(call.sent for call in calls)),
+        **({} if out is None else {"to nodes": bytes_text(out[rank.number])}),
         "clock": clock,
     }
 

@@ -15,7 +15,8 @@ EXCHANGE = "exchange"
 # The observed methods of `Backend`, by part of a call. All methods of the transport belong to "exchange".
 _METHODS = {
     # A dense sum uses `accumulate` to add the residual, and `nonzeros` if the program reads the entries of the result.
-    "select": "topk take_topk topk_by_chunk threshold scale accumulate nonzeros",
+    # With nodes, calls use `flat` and `add_first` for gradients.
+    "select": "topk take_topk topk_by_chunk threshold scale accumulate nonzeros flat add_first",
     EXCHANGE: "well_formed",  # checks received entries
     "merge": "merge merge_topk sum_in_pairs sum_and_count means add divide searchsorted indices_at concatenate_entries "
     "entries_at nth_keys split_by_key values_at",

@@ -117,7 +117,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     elsewhere = {
         *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest"]
     }  # in no call of bench
-    elsewhere |= {"add_first", "sums_of_squares", "add_entries", "adamw", "adamw_dense", "store_adamw"}
+    elsewhere |= {"sums_of_squares", "add_entries", "adamw", "adamw_dense", "store_adamw"}
     elsewhere |= {"change_units", "values_of", "wait_for"}
     assert set(observers.PART_OF) == methods - in_no_part - elsewhere
     assert set(observers.PART_OF.values()) == set(observers.PARTS)

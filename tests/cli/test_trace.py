@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.cli import main
+from sparsecomm.cli.trace import bytes_out
 from sparsecomm.tracing.events import Rank, clock_offsets, late_senders, messages, read
 from sparsecomm.tuning.clocks import Offset, offsets
 from tests.tracing.test_recorder import SimulatedTransport, traced, vector
@@ -213,6 +214,22 @@ def test_a_late_rank_makes_others_wait(traces: Traces) -> None:
     late = late_senders(list(messages(ranks)), dict.fromkeys(ranks, Offset(0.0, 0.0)))
     assert {pair for pair, seconds in late.items() if seconds > 1} == {(0, 2), (1, 2), (3, 2)}
     assert all(seconds == pytest.approx(3.0, abs=0.1) for seconds in late.values() if seconds > 1)
+
+
+def test_bytes_to_other_nodes_count_if_nodes_have_several_ranks(traces: Traces) -> None:
+    ranks = traces.ranks(tree)
+    sent = list(messages(ranks))
+    for nodes in ("aaaa", "abcd"):
+        for rank, node in zip(ranks.values(), nodes, strict=True):
+            rank.node = node
+        assert bytes_out(ranks, sent) is None
+    for number, rank in ranks.items():
+        rank.node = "ab"[number // 2]
+    expected = dict.fromkeys(ranks, 0)
+    for sender, receiver, nbytes, *_ in sent:
+        expected[sender] += nbytes if sender // 2 != receiver // 2 else 0
+    assert bytes_out(ranks, sent) == expected
+    assert any(expected.values())
 
 
 # -- the timeline -----------------------------------------------------------------------------------------------------
