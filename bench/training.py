@@ -73,7 +73,7 @@ def main() -> None:
 def ddp(args: argparse.Namespace) -> None:
     world = MPI.COMM_WORLD
     start_gloo(MPI.COMM_WORLD)
-    alone = _model(args)  # nothing is exchanged: what computation takes
+    alone = new_model(args)  # nothing is exchanged: what computation takes
     contenders: dict[str, Callable[[], None]] = {"computation alone": _stepper(alone, args)}
     states: dict[str, sct.SparseState] = {}
     for label, register in {
@@ -83,7 +83,7 @@ def ddp(args: argparse.Namespace) -> None:
         "sparse hook, over gloo": lambda model: sct.register(model, args.density, algorithm="fastest"),
         "sparse hook, over MPI": lambda model: sct.register(model, args.density, algorithm="fastest", comm=world),
     }.items():
-        model = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+        model = DistributedDataParallel(new_model(args), gradient_as_bucket_view=True)
         found = register(model)
         if isinstance(found, sct.SparseState):
             states[label] = found
@@ -97,7 +97,7 @@ def adamw(args: argparse.Namespace) -> None:
     world = MPI.COMM_WORLD
     start_gloo(MPI.COMM_WORLD)
     dense = {"lr": 1e-3, "fused": True}
-    alone, plain = _model(args), DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+    alone, plain = new_model(args), DistributedDataParallel(new_model(args), gradient_as_bucket_view=True)
     contenders = {
         "computation alone": _stepper(alone, args, torch.optim.AdamW(alone.parameters(), **dense)),
         "gloo, dense": _stepper(plain, args, torch.optim.AdamW(plain.parameters(), **dense)),
@@ -108,7 +108,7 @@ def adamw(args: argparse.Namespace) -> None:
         "SparseAdamW, overlap, over gloo": {"overlap": True},
         "SparseAdamW, over MPI": {"comm": world},
     }.items():
-        model = _model(args)
+        model = new_model(args)
         optimizer = sct.SparseAdamW(model.named_parameters(), **options)
         contenders[label] = _stepper(model, args, optimizer)
         contenders[label]()  # so that there is a reducer
@@ -192,7 +192,7 @@ def _publish_steps(
 ) -> None:
     """Measure contenders, among them "gloo, dense", and publish the table of their steps."""
     world, seconds = MPI.COMM_WORLD, measure(contenders, args.steps, args.warmup)
-    parameters = sum(p.numel() for p in _model(args).parameters())
+    parameters = sum(p.numel() for p in new_model(args).parameters())
     if world.rank > 0:
         return
     medians = {label: report.quartiles(times, 1e3) for label, times in seconds.items()}
@@ -214,7 +214,7 @@ def _publish_steps(
     publish(args, what, table, data)
 
 
-def _model(args: argparse.Namespace) -> nn.Module:
+def new_model(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     w = args.width
     layers = [nn.Linear(512, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 1000)]
@@ -253,14 +253,14 @@ def quartiles_text(milliseconds: list[float]) -> str:
 
 def hook(args: argparse.Namespace) -> None:
     start_gloo(MPI.COMM_WORLD)
-    plain = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+    plain = DistributedDataParallel(new_model(args), gradient_as_bucket_view=True)
     sct.keep_local(plain)
     contenders = {"nothing": _stepper(plain, args)}
     for scope in ("tensor", "bucket", "model"):
-        model = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+        model = DistributedDataParallel(new_model(args), gradient_as_bucket_view=True)
         sct.register(model, args.density, algorithm="butterfly", wire="plain", scope=scope)
         contenders[scope] = _stepper(model, args)
-    allreduce = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+    allreduce = DistributedDataParallel(new_model(args), gradient_as_bucket_view=True)
     contenders["DDP's own, dense"] = _stepper(allreduce, args)
     gradients = np.random.default_rng(0).standard_normal(sum(p.numel() for p in plain.parameters())).astype(np.float32)
     contenders["read twice"] = lambda: (gradients.max(), gradients.max())
