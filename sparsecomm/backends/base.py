@@ -259,7 +259,7 @@ class Backend:
         momentum: float,
         if_finite: bool,
     ) -> tuple[int, Any]:
-        """Add one or more of the first addends to a residual: all on a GPU, one on a CPU.
+        """Add the first addends to a residual: on a GPU all of them, on a CPU one.
 
         With v as in `Addend`, sets residual = decay * residual + v, or with a velocity, velocity = momentum * velocity
         + v, then residual = decay * residual + velocity. Rounds each operation.
@@ -270,15 +270,15 @@ class Backend:
                 finite.
 
         Returns:
-            How many, including those left out, and what `wait_for` needs to find the latter.
+            The number of these addends, left out or not, and what `wait_for` needs to find those left out.
         """
 
     def flat(
         self, size: int, dtype: DTypeLike, addends: Sequence[Addend], if_finite: bool
     ) -> tuple[Array, list[tuple[Sequence[int], Any]]]:
-        """Return an array of ``size`` elements with the values of addends without units, and zeros elsewhere.
+        """Return an array of ``size`` elements with the values of addends, not divided by units, and zeros elsewhere.
 
-        Returns also positions of addends, with what `wait_for` needs to find those that ``if_finite`` has left out.
+        Also return positions of addends, with what `wait_for` needs to find those that ``if_finite`` left out.
         """
         array, done = self.zeros(size, dtype), 0
         flags: list[tuple[Sequence[int], Any]] = []

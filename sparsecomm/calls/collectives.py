@@ -86,12 +86,12 @@ class SumCall(Call):
         return self._quotient(self._sum(self.comm))
 
     def _sum(self, comm: Communicator) -> SparseVector:
-        """Return the sum of the contributions of some ranks."""
+        """Return the sum of the contributions of the ranks of ``comm``."""
         self._total = total = self.plan.algorithm.run(comm, self.contribution, self.plan.k)
         return total
 
     def _quotient(self, total: SparseVector) -> SparseVector:
-        """Return the result for a sum: for a mean, divide."""
+        """Return the result: for a mean, the sum divided by the plan's divisor."""
         divisor = self.plan.divisor
         return self.contribution.backend.divide(total, divisor) if divisor > 1 else total
 

@@ -19,12 +19,12 @@ NodesOption: TypeAlias = 'Literal["auto", False] | Comm'
 
 
 class Nodes(NamedTuple):
-    """At least two nodes with the same number of ranks, at least two, as seen from one rank.
+    """Several nodes with the same number of ranks, at least 2 each, as seen from one rank.
 
     Attributes:
         ranks: the ranks of each node. Ranks at the same position in their nodes have the same slice.
         rank: this rank.
-        collectives: of the ranks of this rank's node by kind of device; without, they use messages.
+        collectives: those inside this rank's node, by kind of device. Devices without an entry use messages.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -68,18 +68,16 @@ def check_nodes(nodes: Any) -> Any:
             return nodes
     raise InvalidInputError(
         f"nodes={quote(nodes)}: expected 'auto', False, or a process group or mpi4py communicator of the ranks "
-        "that this rank reaches fast, itself among them"
+        "that this rank reaches fast, including itself"
     )
 
 
 def find_nodes(transport: Transport, option: NodesOption, devices: Collection[str] = ()) -> tuple[Nodes | None, str]:
     """Return the nodes that ``option`` means, and a description for reports. Collective.
 
-    ``devices``: the kinds of devices on which this rank's tensors are. A kind has collectives if all ranks of the node
-    have tensors on it, so that none waits for others in vain.
-
-    There are none if every rank exchanges with all others: by choice, on a single node, and if there is one rank in
-    each node, or if the numbers of ranks differ.
+    ``devices``: the kinds of devices that hold this rank's tensors. A kind has collectives if all ranks of the node
+    have tensors on it, because collectives would wait forever for a rank without any. The nodes are ``None`` if every
+    rank counts as a node: with ``option=False``, one node, one rank per node, or different numbers of ranks.
     """
     if option is False or transport.size == 1:
         return None, ""
@@ -91,7 +89,7 @@ def find_nodes(transport: Transport, option: NodesOption, devices: Collection[st
     if len(counts) > 1:
         note = f"{len(ranks)} of {counts[0]} to {counts[-1]} ranks; as their sizes differ, every rank counts as a node"
         if transport.rank == 0:
-            _warn_once(f"nodes: {note}, and the link of a node carries the messages of all its ranks")
+            _warn_once(f"nodes: {note}. Start as many ranks on each machine, or pass groups of equal size as nodes=")
         return None, note
     if counts == [1]:
         return None, ""
@@ -110,15 +108,15 @@ def _warn_once(text: str) -> None:
 
 
 def _groups(transport: Transport, comm: Comm) -> list[int]:
-    """Return for each rank the first rank of its group, which is ``comm`` on this rank. Collective."""
+    """Return, for each rank, the first rank of the group that it passed. This rank passed ``comm``. Collective."""
     own, size = members_of(comm), transport.size
     members = [rank for rank, number in enumerate(transport.members) if number in own]
     words = [members[0], len(members)] if transport.rank in members else [size, 0]
     firsts, counts = map(list, zip(*_gather(transport, words, "comparison of nodes"), strict=True))
     if size in firsts or [Counter(firsts)[first] for first in firsts] != counts:
         raise InvalidInputError(
-            f"rank {transport.rank}: nodes: the groups of the ranks begin with ranks {firsts} and have {counts} ranks; "
-            "pass on each rank a group that contains it and is not destroyed, so that every rank is in one"
+            f"rank {transport.rank}: nodes: the groups passed overlap or leave out ranks: by rank, they begin with "
+            f"ranks {firsts} and have {counts} ranks; pass on each rank a group that contains it and is not destroyed"
         )
     return firsts
 

@@ -119,8 +119,8 @@ class Plan:
             chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
             arrays: two bools: whether the caller passed a residual, and whether it passed ``out``. The ranks compare
                 both and the shape. Pass ``None`` to skip this comparison, if the label of the calls covers it.
-            per_node: the number of ranks of each node, whose gradients the node has added up. Each of them makes the
-                call with one rank of every other node, at the same time as the others.
+            per_node: the number of ranks per node. If above 1, nodes have added up their ranks' gradients, and all
+                ranks make this call at the same time, each for its slice, with one rank of every other node.
         """
         config.timeout()  # raises early if SPARSECOMM_TIMEOUT is invalid; each call reads it again
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs
@@ -130,7 +130,7 @@ class Plan:
         # The chosen algorithm and wire format, and their predicted time.
         self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize, per_node), assumed)
         self.algorithm = best.algorithm
-        # By which the sum is divided. A node counts as one contributor.
+        # The sum is divided by this. `MEAN_OF_CONTRIBUTORS` has already divided it by the number of contributing nodes.
         self.divisor = transport.size if options.op == "mean" else 1
         if options.op == MEAN_OF_CONTRIBUTORS:
             self.divisor = per_node

@@ -88,7 +88,7 @@ def load(
 
     A checkpoint with a damaged file is skipped with a warning, and the one before it is tried. If the world size has
     changed, residuals are distributed over the new ranks (`reshard`), and everything else comes from the old rank 0.
-    The same happens if nodes have changed, and a state of `SparseAdamW` therefore has other parts than its rank needs.
+    The same happens if a state of `SparseAdamW` has other parts than its rank needs, because nodes have changed.
     If you use `LocalSteps` and the world size has changed, start from the global parameters. The state of
     `sparsecomm.jax.sparsify` is a value that contains residuals, so load it with the same world size.
 
@@ -265,8 +265,8 @@ class CheckpointFolder:
     ) -> dict[str, Any] | None:
         """Load objects from states, and return the other values. If an object refuses its state, all ranks raise.
 
-        ``converts``: the states are those of all ranks of another job, and are converted. Without it, return ``None``
-        on all ranks if a state must be converted, because nodes have changed.
+        ``converts``: ``states`` has the states of all ranks of another job; convert them. Otherwise, return ``None`` on
+        all ranks if a state must be converted because nodes have changed.
         """
         transport, values = self._transport, dict[str, Any]()
         for name, obj in objects.items():

@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = read(arguments.files)
     ahead, sent = clock_offsets(ranks), list(messages(ranks))
     late = late_senders(sent, ahead)
-    out = bytes_out(ranks, sent)
-    rows = [_row(rank, ahead[number], late, out) for number, rank in ranks.items()]
+    to_nodes = bytes_out(ranks, sent)
+    rows = [_row(rank, ahead[number], late, to_nodes) for number, rank in ranks.items()]
     columns = [_column(name, rows) for name in rows[0] if name not in PARTS or any(row[name] != "0" for row in rows)]
     print(table_head({}, columns))
     for row in rows:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def bytes_out(ranks: Mapping[int, Rank], sent: list[Message]) -> Mapping[int, int] | None:
-    """Return the bytes that each rank has sent to other nodes, or ``None`` unless there are nodes of several ranks."""
+    """Return the bytes that each rank has sent to other nodes; ``None`` for one node, or nodes of one rank each."""
     node = {number: rank.node for number, rank in ranks.items()}
     if not 1 < len(set(node.values())) < len(node):
         return None
@@ -80,7 +80,7 @@ def bytes_out(ranks: Mapping[int, Rank], sent: list[Message]) -> Mapping[int, in
 
 
 def _row(
-    rank: Rank, ahead: Offset, late: Mapping[tuple[int, int], float], out: Mapping[int, int] | None
+    rank: Rank, ahead: Offset, late: Mapping[tuple[int, int], float], to_nodes: Mapping[int, int] | None
 ) -> dict[str, str]:
     """Return the cells of a rank's row, by the names of the columns."""
     calls = [call for each in rank.calls.values() for call in each]
@@ -97,7 +97,7 @@ def _row(
         "calls": str(len(calls)),
         **{name: number_text(value) for name, value in seconds.items()},
         "sent": bytes_text(sum(call.sent for call in calls)),
-        **({} if out is None else {"to nodes": bytes_text(out[rank.number])}),
+        **({} if to_nodes is None else {"to nodes": bytes_text(to_nodes[rank.number])}),
         "clock": clock,
     }
 

@@ -107,7 +107,7 @@ def sparse_adamw(
         residuals, structure = jax.tree.flatten(init_residuals(params))
         specs, transport = _specs(params), transport_of(comm)
         optimizer = on_host(transport, *specs) if specs else None  # optax.tree.map_params passes no leaves
-        shapes, kept = ([], []) if optimizer is None else (optimizer.shapes, optimizer.kept)
+        shapes, kept = ([], []) if optimizer is None else (optimizer.shapes, optimizer.kept_shapes)
         reals = [leaf.dtype for leaf in residuals]
 
         def zeros(dtypes: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> PyTree:
@@ -128,7 +128,7 @@ def sparse_adamw(
         if params is None:
             raise InvalidInputError("sparse_adamw: update got no parameters; call update(gradients, state, params)")
         whole, kept = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, state.residuals))
-        are_parts = kept != whole and all(len(shape) == 1 for shape in kept)  # compared by `optimizer.check`
+        are_parts = kept != whole and all(len(shape) == 1 for shape in kept)  # then `optimizer.check` compares shapes
         shaped = None if are_parts else state.residuals
         grads, *_ = checked(updates, shaped, "grads", "residuals", comm=comm)
         weights, *_ = checked(params, shaped, "params", "residuals", comm=comm)
@@ -202,20 +202,20 @@ class _OnHost:
         return any(bucket.nodes is not None for bucket in self._reducer.buckets)
 
     @property
-    def kept(self) -> list[tuple[int, ...]]:
+    def kept_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of this rank's residuals and units."""
         return [self._reducer.residual(name).shape for name in self._names]
 
     def check(self, state: SparseAdamWState) -> None:
         """Check that a state has this rank's part of the moments, and of the residuals and units."""
-        for name, expected in {"mu": self.shapes, "residuals": self.kept, "units": self.kept}.items():
+        for name, expected in {"mu": self.shapes, "residuals": self.kept_shapes, "units": self.kept_shapes}.items():
             found = [leaf.shape for leaf in jax.tree.leaves(getattr(state, name))]
             if found != expected:
                 transport = self._reducer.transport
                 raise InvalidInputError(
                     f"state: {name} has leaves of shapes {found}; expected {expected}, the part of rank "
                     f"{transport.rank} of {transport.size}; pass the state that init or update returned on this rank, "
-                    "with as many ranks and the same nodes"
+                    "with the same world size and nodes"
                 )
 
     @float_mode_only  # XLA's threads flush denormals

@@ -140,8 +140,8 @@ class GlobalParameters:
                     if local.device is interop.CPU and differ[name]:
                         break
                     begin, count = begin + count, min(8 * count, _LARGEST_BLOCK)
-        some = self._read(differ)
-        found = {name for name in names if some.get(name, True)}
+        read = self._read(differ)
+        found = {name for name in names if read.get(name, True)}
         for name in found & self.mixed.keys():
             with self.on_stream(name, parameters[name]) as local:
                 if self.mixed[name] == _checksum([self._backends[local.device].memory_of(local)]):

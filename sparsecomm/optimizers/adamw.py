@@ -483,9 +483,9 @@ class LazyAdamW:
     def rebuild(self, transport: Transport, rebuilt: Rebuilt, units: Mapping[str, Contents]) -> None:
         """Divide the moments among the ranks of a new communicator. Collective. ``units``: from `units`.
 
-        All ranks take step counts, and whether units lag, from the first rank that is not new. The moments of lost
-        ranks become zeros, and the squares of sqrt(2) units. If units lag behind dense steps, these second moments
-        become the mean of the tensor's others.
+        All ranks take step counts, and whether units lag, from the first rank that is not new. First moments of lost
+        ranks become zeros, and second moments 2 * unit^2. If units lag behind dense steps, these second moments become
+        the mean of the tensor's other second moments.
         """
         rank, reducer = transport.rank, self._reducer
         if rank in rebuilt.ranks_joined:
@@ -506,8 +506,8 @@ class LazyAdamW:
                     exponents[:] = 0
                     continue
                 host = self._gather_units(name, units.get(name), root, transport)
-                here = host[slice(*bucket.here(name))]
-                _use_units(bucket.residuals[name], exponents, from_host(here, exponents))
+                ours = host[slice(*bucket.part_in_slice(name))]
+                _use_units(bucket.residuals[name], exponents, from_host(ours, exponents))
                 bucket.begun.add(name)
                 (mean, squares, last, compensation), known = self.gather(name, transport)
                 np.minimum(last, step, out=last)  # the root may be a step behind
@@ -533,7 +533,7 @@ class LazyAdamW:
     def _gather_units(self, name: str, held: Contents | None, root: int, transport: Transport) -> Array:
         """Return the exponents of a tensor's units from the ranks that have them, in host memory. Collective.
 
-        ``held``: what this rank has; ``None``: nothing. ``root`` comes first. Units that no rank has are the median.
+        ``held``: this rank's contents, if any. ``root``'s units come first. Units that no rank has become the median.
         """
         spec, size = self.specs[name], transport.size
         parts = np.zeros((size, 2), np.int64)

@@ -42,9 +42,9 @@ class Costs:
         """The number of entries whose bytes, 12 each with their keys, take as long as the latency."""
         return self.link.alpha / (12 * self.link.beta) if self.link.beta else inf if self.link.alpha else 0.0
 
-    def shared_by(self, ranks: int) -> Costs:
-        """Return the costs of a call that ``ranks`` ranks of each node make at the same time, with other nodes."""
-        return self if ranks == 1 else replace(self, link=replace(self.link, beta=ranks * self.link.beta))
+    def shared_by(self, per_node: int) -> Costs:
+        """Return the costs of a call if ``per_node`` ranks of each node make such calls at once, over one link."""
+        return self if per_node == 1 else replace(self, link=replace(self.link, beta=per_node * self.link.beta))
 
     def direct_is_faster(self, P: int, num_nodes: int) -> bool:
         """Return whether P ranks should send to all others at once rather than forward messages in log2 P steps.

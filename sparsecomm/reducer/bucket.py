@@ -53,8 +53,8 @@ class Contents(NamedTuple):
     Attributes:
         part: the begin and the end of the elements in ``state`` and ``exponents``.
         state: the residual, and the velocity if there is one.
-        exponents: of units; ``None``: they have not begun.
-        unsummed: as `Bucket.unsummed`, of the whole tensor; empty: nothing.
+        exponents: of the units of these elements; ``None``: units have not begun.
+        unsummed: the whole tensor in each array of `Bucket.unsummed`; may be empty.
     """
 
     part: tuple[int, int]
@@ -66,8 +66,8 @@ class Contents(NamedTuple):
 class Bucket:
     """Tensors of one device and accumulator dtype, with one flat residual, and one flat velocity under momentum.
 
-    With `Nodes`, elements are divided into slices of equal length; zeros follow the last one. This rank has the
-    residual, the velocity and the exponents of its slice. Without, its slice is the whole bucket.
+    With `Nodes`, elements are divided into slices of equal length, the last one padded with zeros. This rank has the
+    residual, the velocity and the exponents of its slice. Without `Nodes`, its slice is the whole bucket.
 
     Methods with an argument ``backend`` or ``plan`` are part of a call and use its stream. Call all other methods
     within `on_stream`.
@@ -92,21 +92,21 @@ class Bucket:
         self.size = self._offsets[-1]
         self.nbytes = self.size * self.accumulator.itemsize
         self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)  # of the result
-        self.nodes = nodes if nodes is not None and self.size >= nodes.per_node**2 else None  # no slice is empty
-        self.slices, position = (1, 0) if self.nodes is None else (self.nodes.per_node, self.nodes.position)
-        self.length = -(-self.size // self.slices)  # of a slice
+        self.nodes = nodes if nodes is not None and self.size >= nodes.per_node**2 else None  # so no slice is empty
+        self.num_slices, position = (1, 0) if self.nodes is None else (self.nodes.per_node, self.nodes.position)
+        self.length = -(-self.size // self.num_slices)  # of a slice
         self.slice_shape = self.shape if self.nodes is None else (self.length,)  # of the call's input
-        self.first = position * self.length  # this rank's slice has the elements from `first` to `last`
+        self.first = position * self.length  # this rank's slice has elements `first` to `last` - 1
         self.last = min(self.first + self.length, self.size)
         with self.on_stream(None):
             self.state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
             # With `Settings.owner`, the exponents of units, the same on all ranks: see `backends.adamw.unit_exponents`.
             dtype = unit_dtype(self.accumulator.accumulator)
             self.exponents = self.backend.zeros(0 if settings.owner is None else self.length, dtype)
-        # What the next call adds to the residual and the velocity, with `nodes` after summing it over the node: like
-        # `state`, but of all slices, and without units.
+        # Like `state`, but of all slices, and not divided by units. The next call adds it to the residual and the
+        # velocity, with `nodes` after summing it over the node.
         self.unsummed: list[Array] = []
-        self._gradients: Array | None = None  # with `nodes`, those of this step, of all slices
+        self._gradients: Array | None = None  # with `nodes`, this step's gradients, of all slices
         self.residual = self.state[0]
         self.residuals = self.views(self.residual)
         self.velocities = self.views(self.state[1]) if settings.momentum else {}
@@ -114,7 +114,7 @@ class Bucket:
         self.begun: set[str] = set()  # tensors whose units have begun, the same on all ranks
         self.units_lag = False  # dense steps have changed the owners' moments, but not the units; the same on all ranks
         # The number of first ranks, or with `nodes` of first nodes, that own elements.
-        self.owners = min(num_ranks // self.slices, max(1, self.length // _MIN_OWNED))
+        self.owners = min(num_ranks // self.num_slices, max(1, self.length // _MIN_OWNED))
         self._plan_key, self._plan_density = object(), 0.0
         self.last_plan: Plan | None = None  # of the latest call
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
@@ -203,11 +203,11 @@ class Bucket:
 
     @default_float_mode
     def gradients(self, backend: Backend) -> Array:
-        """Return this step's gradients, without units, in a flat array of all slices. Only with `nodes`."""
+        """Return this step's gradients, not divided by units, in a flat array of all slices. Only with `nodes`."""
         if self._gradients is None:
             names, addends = [name for name, _ in self._taken], [addend for _, addend in self._taken]
             dtype, skip = self.accumulator.accumulator, self.settings.skip_nonfinite
-            self._gradients, found = backend.flat(self.slices * self.length, dtype, addends, skip)
+            self._gradients, found = backend.flat(self.num_slices * self.length, dtype, addends, skip)
             self._flags += [([names[i] for i in which], flags) for which, flags in found if len(flags)]
             self._taken = []
         return self._gradients
@@ -251,9 +251,9 @@ class Bucket:
         decay: float = 1.0,
         momentum: float = 0.0,
     ) -> None:
-        """Add sums for this rank's slice, without units, to a residual, as `Backend.add_first` does."""
+        """Add sums of this rank's slice, not divided by units yet, to a residual, as `Backend.add_first` does."""
         everything, exponents, addends = len(names) == len(self.tensors), self.exponents, list[Addend]()
-        for begin, end in [(0, self.last - self.first)] if everything else map(self.within, names):
+        for begin, end in [(0, self.last - self.first)] if everything else map(self.bounds_in_slice, names):
             if begin < end:
                 part = backend.as_tensor(sums[begin:end], (end - begin,))
                 addends.append(Addend(begin, part, exponents=exponents[begin:end] if len(exponents) else None))
@@ -337,14 +337,14 @@ class Bucket:
         if not self.nonfinite:
             return None
         poison = self._zeros()
-        here, _ = self.within(min(self.nonfinite))
-        poison[min(here, self.last - self.first - 1)] = float("nan")
+        index, _ = self.bounds_in_slice(min(self.nonfinite))
+        poison[min(index, self.last - self.first - 1)] = float("nan")
         return self.backend.as_tensor(poison, (self.length,))
 
     def nonfinite_names(self, taken: SparseVector | None) -> set[str]:
         """Return tensors whose gradients are not finite on this rank: those dropped, or the first of ``taken``.
 
-        With `nodes`, ``taken`` is of several ranks' gradients, and says nothing.
+        With `nodes`, ``taken`` is from sums of several ranks, so it is ignored.
         """
         if self.nonfinite or taken is None or self.nodes is not None:
             return self.nonfinite
@@ -382,21 +382,21 @@ class Bucket:
     # -- the state ----------------------------------------------------------------------------------------------------
 
     def use_exponents(self, name: str, exponents: Array, first: int = 0) -> None:
-        """Take exponents of a tensor's units, from element ``first`` on, as far as they are of this rank's slice."""
+        """Set the units of a tensor from its element ``first`` on. Exponents outside this rank's slice are ignored."""
         self.begun.add(name)
-        begin, end = self.here(name)
+        begin, end = self.part_in_slice(name)
         low = max(begin, first)
         high = max(low, min(end, first + len(exponents)))
         ours = self.exponents_of[name][low - begin : high - begin]
         ours[:] = from_host(exponents[low - first : high - first], ours)
 
     def begin_units(self, name: str, exponents: Array) -> None:
-        """Take the exponents of all units of a tensor, in which a state of an older version has its residual."""
+        """Set all units of a tensor, and convert `unsummed`, which a state of an older version has in units."""
         self.use_exponents(name, exponents)
         for array in self.unsummed:
             self.views(array)[name][:] *= units(from_host(exponents, array), array.dtype)
 
-    def here(self, name: str) -> tuple[int, int]:
+    def part_in_slice(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of the part of a tensor that is in this rank's slice."""
         begin, end = self._bounds[name]
         return min(max(self.first, begin), end) - begin, min(max(self.last, begin), end) - begin
@@ -404,20 +404,21 @@ class Bucket:
     def contents(self, name: str) -> Contents:
         """Return what this rank has of a tensor, in views."""
         state, unsummed = ([self.views(array)[name] for array in arrays] for arrays in (self.state, self.unsummed))
-        return Contents(self.here(name), state, self.exponents_of[name] if name in self.begun else None, unsummed)
+        exponents = self.exponents_of[name] if name in self.begun else None
+        return Contents(self.part_in_slice(name), state, exponents, unsummed)
 
     def fill(self, name: str, contents: Contents) -> None:
-        """Take the contents of a tensor from another bucket, where this one has zeros.
+        """Copy the contents of a tensor from another bucket. Here the tensor must have zeros.
 
-        Residuals of another part go to `unsummed`. Exponents that ``contents`` lacks stay zero.
+        Residuals of another part are added to `unsummed`. Exponents that ``contents`` lacks stay zero.
         """
         part, state, exponents, unsummed = contents
-        here = self.here(name)
+        ours = self.part_in_slice(name)
         if exponents is not None and name in self.exponents_of:
             self.use_exponents(name, exponents, part[0])
         for i, array in enumerate(self.state):
             theirs, rest = from_host(state[i], array), [(0, values) for values in unsummed[i : i + 1]]
-            if part == here:
+            if part == ours:
                 self.views(array)[name][:] = theirs
             elif len(theirs):
                 if exponents is not None and len(exponents):
@@ -469,17 +470,17 @@ class Bucket:
 
     def zeros_of_all(self, backend: Backend) -> Array:
         """Return zeros for the elements of all slices."""
-        return backend.zeros(self.slices * self.length, self.accumulator.accumulator)
+        return backend.zeros(self.num_slices * self.length, self.accumulator.accumulator)
 
     def _zeros(self) -> Array:
         return self.backend.zeros(self.length, self.accumulator.accumulator)
 
-    def within(self, name: str) -> tuple[int, int]:
+    def bounds_in_slice(self, name: str) -> tuple[int, int]:
         """Return where a tensor begins and ends in this rank's slice. The two are equal if it has no elements there."""
         begin, end = (min(max(bound, self.first), self.last) - self.first for bound in self._bounds[name])
         return begin, end
 
     def views(self, flat: Array) -> dict[str, Array]:
-        """Return by name the parts of a flat array of this rank's slice, or of all elements."""
-        bounds = self._bounds if len(flat) >= self.size else {name: self.within(name) for name in self._bounds}
+        """Return the tensors' parts of a flat array, which has this rank's slice or all elements, by name."""
+        bounds = self._bounds if len(flat) >= self.size else {name: self.bounds_in_slice(name) for name in self._bounds}
         return {name: flat[begin:end] for name, (begin, end) in bounds.items()}

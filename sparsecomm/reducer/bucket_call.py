@@ -55,7 +55,7 @@ class BucketCall(SumCall):
         self._node: NodeCall | None = None  # with `Nodes`, when the call has begun
 
     def run(self) -> SparseVector:
-        counters, moved, m = self._counters, self.transport.counters, self._bucket.slices
+        counters, moved, m = self._counters, self.transport.counters, self._bucket.num_slices
         num_nodes = self.transport.size // m
         before = moved.bytes_sent, moved.bytes_received, moved.messages_sent
         start = time.perf_counter()
@@ -144,7 +144,7 @@ class BucketCall(SumCall):
         self._write_seconds = time.perf_counter() - start
 
     def _forget_gradients(self) -> None:
-        """From now on the result counts, even if memory runs out before it is applied here."""
+        """Forget gradients: from now on the result counts, even if memory runs out before it is applied here."""
         if self._node is not None:
             self._node.forget()
             self._bucket.forget_gradients()

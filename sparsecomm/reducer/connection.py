@@ -107,7 +107,7 @@ class Buckets:
         return {name: self.by_name[name].contents(name) for name in self._specs}
 
     def fill(self, contents: Mapping[str, Contents], *, units_lag: bool) -> None:
-        """Take `contents` of other buckets, whose arrays may be in host memory. Here everything must be zero."""
+        """Copy `contents` of other buckets, whose arrays may be in host memory. These buckets must have zeros."""
         for bucket in self.all:
             bucket.units_lag = units_lag
         with self.on_current_stream():
@@ -150,7 +150,7 @@ class Connection:
         """
         transport, specs = transport_of(comm), self.specs.values()
         keep = not joining and self.transport is not None
-        words = [0, sum(spec.size for spec in specs)]
+        words = [0, sum(spec.size for spec in specs)]  # bucket size, and elements of this rank's residuals
         if self.transport is not None:
             words = [self.buckets.bucket_bytes, sum(bucket.last - bucket.first for bucket in self.buckets.all)]
         number = self._number_on(queue_of(transport))
@@ -158,13 +158,13 @@ class Connection:
         members = Members(transport, self.transport or self._comm, joining, step, words, label)
         bucket_bytes = next((member.words[0] for member in members.stay if member.words[0]), 0)
         self._attach(comm, transport, bucket_bytes, keep=keep, moves=True)
-        return members.rebuilt(max(member.words[1] for member in members.stay))  # those lost had about as many
+        return members.rebuilt(max(member.words[1] for member in members.stay))  # lost ranks had about as many
 
     def _attach(self, comm: Comm, transport: Transport, bucket_bytes: int, *, keep: bool, moves: bool) -> None:
         """Use ``transport``, which is that of ``comm``, for all later calls, with new buckets.
 
-        ``bucket_bytes``: 0 for the default. ``keep``: copy residuals and velocities from the old buckets. ``moves``: in
-        `move`, after which groups that define nodes may be gone.
+        ``bucket_bytes``: 0 for the default. ``keep``: copy residuals and velocities from the old buckets. ``moves``:
+        `move` calls this; then groups that define nodes may be gone.
         """
         queue = queue_of(transport)
         number = self._number_on(queue)

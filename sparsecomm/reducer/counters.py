@@ -20,10 +20,10 @@ class Counters:
     Attributes:
         steps, calls, skipped: numbers of steps, calls, and steps that were not usable.
         elements, selected, applied: elements of all gradients, entries that this rank selected, entries of the results.
-        bytes_sent, bytes_received, messages_sent: traffic in sums; bytes without those inside a node.
-        bytes_inside: bytes sent to ranks of the same node, if it counts as one rank; without those of NCCL.
+        bytes_sent, bytes_received, messages_sent: traffic in sums. Bytes inside a node are not included.
+        bytes_inside: bytes sent to ranks of the same node, if it counts as one rank; without NCCL's.
         bytes_dense: bytes that a ring allreduce of dense gradients, in the dtype of the sums, would have sent; with
-            nodes, this rank's share of those between nodes.
+            nodes, this rank's share of the bytes between nodes.
         accumulate: seconds spent adding gradients to residuals and applying momentum.
         exchange: seconds of the calls (selection, messages, merging), which another thread makes if possible.
         write, waited: seconds spent writing results, and seconds in which the program waited for calls.

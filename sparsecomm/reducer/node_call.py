@@ -74,8 +74,8 @@ class NodeCall:
             names = [spec.name for spec in bucket.tensors]
             bits = [name in absent for name in names] + [not bucket.unsummed]
             self._before = [array.copy() for array in bucket.state]
-            *without, summed = on_all(self._inside(_AGREE), bits, 0)
-            if not summed:  # on some rank of the node
+            *without, none_unsummed = on_all(self._inside(_AGREE), bits, 0)
+            if not none_unsummed:  # a rank of the node has some
                 rest = bucket.unsummed or [bucket.zeros_of_all(backend) for _ in bucket.state]
                 for array, unsummed in zip(bucket.state, rest, strict=True):
                     bucket.add_sums(backend, names, self._sums(unsummed), array)
@@ -113,20 +113,20 @@ class NodeCall:
         return True
 
     def forget(self) -> None:
-        """Give the copies up, so that `undo` does nothing."""
+        """Drop the copies. Then `undo` does nothing."""
         self._before = []
 
     @staticmethod
     def _meet(comm: Communicator) -> None:
-        """Wait until all ranks will call `_collectives` next, which would wait for a rank that has left the call."""
+        """Wait until all ranks will call `_collectives` next. These would wait forever for a rank that left."""
         on_all(comm, [True], _MEETING)
 
     # -- after the sum between nodes ----------------------------------------------------------------------------------
 
     def gather(self, result: SparseVector, word: int = 0) -> tuple[SparseVector, list[int]]:
-        """Return the result of all slices, given that of this rank's slice, and the words of the node's ranks.
+        """Return the result of all slices, and each rank's ``word``. Collective inside the node.
 
-        Collective inside the node.
+        ``result``: the result of this rank's slice.
         """
         bucket, comm = self._bucket, self._inside(_GATHER)
         size, length, shape = bucket.size, bucket.length, bucket.shape

@@ -41,7 +41,7 @@ _KEEP = 1 << 21  # bytes of scratch memory that `Reducer.release_memory` keeps a
 class PreparedState(Prepared):
     """A state that was read, with the buckets that it needs.
 
-    ``has_units``: not if an older version saved it.
+    ``has_units``: ``False`` if an older version saved it.
     """
 
     buckets: Buckets
@@ -109,8 +109,8 @@ class Reducer:
             gradients, and entries that could overflow again, are dropped. It costs two more reads of the gradients.
         nodes: which ranks reach each other fast. The ranks of a node add up their gradients densely, and count as one
             rank in the sums between nodes: see docs/guides/nodes.md. "auto": the ranks of a machine, if there are
-            several machines with the same number of ranks, more than one. False: every rank is a node. A process group
-            or an mpi4py communicator: its ranks, this rank among them, for example all machines of a site.
+            several machines with the same number of ranks, at least 2. False: every rank is a node. A process group or
+            an mpi4py communicator that contains this rank: its ranks, for example all ranks of a site.
         on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
 
     Attributes:
@@ -487,7 +487,7 @@ class Reducer:
     def drop(self, name: str, indices: Array) -> None:
         """Set the residual of a tensor to zero at some indices, on the current stream."""
         bucket = self.bucket(name)
-        begin, end = bucket.here(name)
+        begin, end = bucket.part_in_slice(name)
         bucket.residuals[name][indices[(begin <= indices) & (indices < end)] - begin] = 0
 
     def scale(self, factor: float) -> None:

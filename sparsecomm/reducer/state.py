@@ -16,7 +16,7 @@ from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.bucket import Contents
 from sparsecomm.reducer.connection import Buckets, Connection
-from sparsecomm.states.loading import OtherPartsError, as_float, reading
+from sparsecomm.states.loading import DAMAGED, OtherPartsError, as_float, reading
 from sparsecomm.states.schema import Schema, StateDict, are_arrays, common, is_count, is_list, is_positive, per_rank
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec, to_host
@@ -34,8 +34,8 @@ def _is_link(value: Any) -> bool:
     return is_list(value) and len(value) == 3 and all(0 < to_float(each) < 1e9 for each in value)
 
 
-def _whole(state: StateDict, key: str) -> dict[str, tuple[tuple[int, ...], int, Array]]:
-    """Return for each name the shape of the tensor, and where the elements in a flat array of the state begin."""
+def _parts(state: StateDict, key: str) -> dict[str, tuple[tuple[int, ...], int, Array]]:
+    """Return by name the shape of the whole tensor, the index of the state's first element, and its elements."""
     arrays, slices = {name: np.asarray(array) for name, array in state[key].items()}, state["slices"]
     if slices is None:
         return {name: (array.shape, 0, array.reshape(-1)) for name, array in arrays.items()}
@@ -47,7 +47,7 @@ def _sums(key: str) -> Callable[[list[StateDict], int, int], dict[str, Array]]:
 
     @default_float_mode
     def reshard(old: list[StateDict], rank: int, size: int) -> dict[str, Array]:
-        by_rank = [_whole(state, key) for state in old]
+        by_rank = [_parts(state, key) for state in old]
         shapes = {name: shape for name, (shape, _, _) in by_rank[0].items()}
         for other, own in enumerate(by_rank):
             if {name: shape for name, (shape, _, _) in own.items()} != shapes:
@@ -100,7 +100,7 @@ REDUCER = Schema(
     "Reducer",
     4,
     {
-        # With nodes, of this rank's part of each tensor: with the shape of the tensor, and its units.
+        # With nodes, by name: this rank's part of the tensor, the tensor's shape, and the units of the part.
         "slices": per_rank("parts of tensors by name, or None", _are_slices, lambda *_: None),
         "residuals": per_rank("arrays of floats by name", are_arrays("f"), _sums("residuals")),
         "velocities": per_rank("arrays of floats by name", are_arrays("f"), _sums("velocities")),
@@ -158,7 +158,7 @@ def fields_of(connection: Connection, step: int) -> StateDict:
 def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
     """Return buckets with the residuals, velocities and units of a state that `REDUCER` has read.
 
-    If it has no units, as one of an older version, they are zeros.
+    If an older version saved the state, it has no units, and they are zeros.
     """
     specs, momentum, slices = connection.specs, connection.settings.momentum, found["slices"]
     parts = {name: (0, spec.size) for name, spec in specs.items()}
@@ -179,10 +179,11 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
             units = _checked_units(name, saved, ours.dtype, parts[name])
             if slices is None and not units.any():
                 units = None  # they have not begun
-        if slices is not None and units is not None and parts[name] != buckets.by_name[name].here(name):
+        own = buckets.by_name[name].part_in_slice(name)
+        if slices is not None and units is not None and parts[name] != own:
             raise OtherPartsError(
-                f"state: it has the units of elements {parts[name][0]} to {parts[name][1]} of {name}, since it was "
-                "saved with other nodes; convert the states of all ranks with sparsecomm.reshard(states, rank, size)"
+                f"state: it has units of elements {parts[name][0]} to {parts[name][1]} of {name}, and this rank keeps "
+                f"{own[0]} to {own[1]}; convert the states of all ranks with sparsecomm.reshard(states, rank, size)"
             )
         state = [residuals[name], *([velocities[name]] if momentum else [])]
         saved, key = found["unsummed"].get(name, [])[: len(state)], f"unsummed[{name!r}]"
@@ -202,7 +203,7 @@ def _checked_units(name: str, saved: Any, dtype: Any, part: tuple[int, int]) -> 
         )
     highest = 254 if units.dtype == np.uint8 else 2046
     if units.any() and not 1 <= units.min() <= units.max() <= highest:
-        raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}")
+        raise InvalidInputError(f"state: units[{name!r}]: expected exponents from 1 to {highest}; {DAMAGED}")
     return units
 
 
@@ -224,7 +225,7 @@ def read_arrays(
 ) -> dict[str, Array]:
     """Return the arrays that a state has under ``key`` as flat arrays of the accumulator dtype, by name.
 
-    ``specs``: the expected tensors; ``shapes``: other shapes of their arrays. ``advice``: how to get the expected
+    ``specs``: the expected tensors; ``shapes``: shapes of parts, by name. ``advice``: how to get the expected
     names, for the error. See `as_float`.
     """
     with reading(key, "arrays by name"):

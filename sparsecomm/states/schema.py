@@ -60,7 +60,7 @@ class Schema:
             fields: the fields by key, in the order in which they are read. "format", "world_size" and "rank" are added.
             version: the version of the format. Increase it when a field changes its meaning.
             advice: what the user can do with a state of another version, for the error.
-            upgrades: functions that convert a state to the next version, from the previous version backwards.
+            upgrades: each converts a state to the next version: the first from version - 1, the next from version - 2.
         """
         self.name, self._version, self._advice, self._upgrades = name, version, advice, upgrades
         self.format, self.fields = f"{name} {version}", dict(fields)

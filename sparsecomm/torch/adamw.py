@@ -537,7 +537,7 @@ class AdamWExchange(AutogradExchange):
                     for name in self.reducer.names:
                         if self._has_units(name):
                             bucket = prepared.buckets.by_name[name]
-                            bucket.use_exponents(name, self.reducer.exponents(name), bucket.here(name)[0])
+                            bucket.use_exponents(name, self.reducer.exponents(name), bucket.part_in_slice(name)[0])
             for name, saved in prepared.fields["moments"].items():
                 fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
                 found[name] = self.usable_state(self.named[name], {**fields, "step": saved["step"]}, prepared)

@@ -131,7 +131,7 @@ class DenseCollectives(Protocol):
     """Dense collectives between the ranks of a node for arrays on their devices, such as NCCL's."""
 
     def reduce_scatter(self, whole: Array, own: Array) -> None:
-        """Set ``own`` to the sum of this rank's slice of ``whole``, which has slices of equal length."""
+        """Set ``own`` to the ranks' sum of this rank's slice. ``whole`` has a slice for each rank, of equal length."""
 
     def all_gather(self, own: Array, whole: Array) -> None:
         """Set ``whole`` to the arrays of all ranks."""
@@ -182,7 +182,7 @@ class Transport(ABC):
         return range(self.size)
 
     def has_collectives(self, device: str) -> bool:
-        """Return whether there are `collectives` for arrays on a kind of device, on all ranks. Else use messages."""
+        """Return whether there are `collectives` for a kind of device. The same on all ranks. If not, use messages."""
         return False
 
     def collectives(self, ranks: Sequence[int], device: str) -> DenseCollectives:
@@ -353,7 +353,7 @@ def _existing(module: str, comm: Any) -> Transport | None:
 
 
 def members_of(comm: object) -> Sequence[int]:
-    """Return the numbers in the whole job of the ranks of a communicator, as `Transport.members`. Sends nothing.
+    """Return the `Transport.members` of a communicator, even if it has no transport yet. Sends nothing.
 
     A process group that is destroyed has none.
     """

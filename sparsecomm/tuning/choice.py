@@ -60,7 +60,7 @@ class Explanation:
     costs: Costs
     source: str  # of the costs
     candidates: Sequence[Candidate]  # the cheapest first; the first one is chosen
-    per_node: int = 1  # ranks of a node, each of which makes such a call for a slice at the same time
+    per_node: int = 1  # ranks per node; if above 1, each makes this call for its own slice, all at once
 
     def __str__(self) -> str:
         q, link, node = self.query, self.costs.link, self.costs.node or self.costs.link

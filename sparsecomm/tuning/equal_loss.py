@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-PARTICIPANTS = 8  # in the exchanges of all these trainings
+PARTICIPANTS = 8  # number of ranks in all these trainings
 # By algorithm: H, and the loss in nats. "dense" is DiLoCo; its outer optimizer is Nesterov's momentum for H > 1.
 TRAINED: dict[str, Sequence[tuple[int, float]]] = {
     "dense": ((1, 1.486), (10, 1.550), (30, 1.577), (100, 1.661)),

@@ -52,8 +52,8 @@ _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
 # SparseAdamW with its selection, on one rank, and fused AdamW, which it replaces: 56.0 and 18.3 ms for 25.6M weights
 # (bench/results/training-adamw-work.txt). On P ranks, owners divide a part of the work: times are proportional to the
-# bytes read, 43 per weight on one rank, and 20.1 + 32.2/P on P ranks (docs/reports/adamw.md). A rank with a slice adds
-# quotients and selects (13 of the 20.1) in it.
+# bytes read, 43 per weight on one rank, and 20.1 + 32.2/P on P ranks (docs/reports/adamw.md). With nodes, a rank
+# adds quotients and selects (13 of the 20.1) only in its slice.
 _ADAMW_PASSES, _FUSED_PASSES = 5.5, 1.8
 _ON_ALL, _ON_SLICE, _AT_OWNERS = 7.1 / 43, 13 / 43, 32.2 / 43
 # Passes per cache line of 16 elements with a selected entry: 40 ns for gradient, residual and sum. Fitted to `double`
@@ -63,7 +63,7 @@ _LINE_PASSES, _LINE = 100.0, 16
 
 @dataclass(frozen=True)
 class Network:
-    """The network between nodes (machines, or sites of several) with equal links."""
+    """The network between nodes with equal links. A node is a machine, or a site of several machines."""
 
     rate: float  # bits per second of a node's link, each way
     rtt: float = 0.0  # seconds of a round trip between nodes
@@ -234,8 +234,8 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
     if rounds:
         agreement = link.alpha * (1 if costs.direct_is_faster(P, num_nodes) else log2_ceil(P))
     inside, entries = network.inside or costs.node or costs.link, k if best.algorithm.bounded_result else num_nodes * k
-    slices = 4 * n, min(4 * n, 8 * entries)  # bytes of a slice of the gradient, and of its result, inside the node
-    added, moved = (m - 1) * costs.add * n, sum(inside.trip(m - 1, (m - 1) * each) for each in slices)
+    sizes = 4 * n, min(4 * n, 8 * entries)  # bytes of a slice of the gradient, and of the slice's result
+    added, moved = (m - 1) * costs.add * n, sum(inside.trip(m - 1, (m - 1) * each) for each in sizes)
     seconds = without + stalled + lost + agreement + added + moved
     return _Call(name, best.wire.name, seconds, m * nbytes, work + added)
 

@@ -86,7 +86,7 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
         ("plan --ranks 4", "Add, with your numbers: --rate 50mbit, --parameters 30.8M, --step-time 30ms"),
         (f"plan --ranks 4 {MODEL} --rtt 0ms", "with your numbers: --rate 50mbit, or --measure under mpirun"),
         (f"plan --rate 1gbit --rtt 0ms {MODEL}", "with your numbers: --ranks P\n"),
-        (f"{FAR} --ranks-per-node 3", "--ranks 4 with --ranks-per-node 3: must be a multiple of it"),
+        (f"{FAR} --ranks-per-node 3", "--ranks 4: must be a multiple of --ranks-per-node 3"),
         (f"{FAR} --device cuda --cores-per-rank 0.5", "--cores-per-rank with --device cuda: GPUs do the work"),
         (f"{FAR} --profile=/no/such", "--profile /no/such: it cannot be read"),
         (f"{FAR} --json=/no/such/folder/a.json", "/no/such/folder/a.json: cannot be written"),

@@ -32,7 +32,7 @@ every_layout = pytest.mark.parametrize("layout", ["0", "00", "000", "00011", *NO
 class Oracle:
     """All ranks' steps in flat vectors of float64: the rule of `sparsecomm.optimizers.adamw`, with exact values.
 
-    Ranks that count as one are a member. The k-th ranks of all members exchange the k-th slice.
+    A member is a group of ranks that count as one. The k-th ranks of all members exchange the k-th slice.
     """
 
     def __init__(self, layout: str, **rule: Any) -> None:
@@ -91,7 +91,7 @@ class Oracle:
         return np.floor(np.log2(np.sqrt(squares) + self.rule["eps"]))
 
     def exchange(self, waiting: np.ndarray, unit: np.ndarray, k: int) -> np.ndarray:
-        """Take the largest entries from what waits in a slice, and return their means."""
+        """Take the largest entries from ``waiting``, residuals plus gradients of a slice, and return their means."""
         owners, mean, k = self.owners, np.zeros(len(unit)), max(k, self.owners)
         for owner in range(owners):
             own = slice(self.length * owner // owners, self.length * (owner + 1) // owners)
@@ -137,7 +137,7 @@ def whole(states: list[Any]) -> tuple[dict[str, Any], Arrays]:
 
 
 def waiting(states: list[Any]) -> Arrays:
-    """Return the sums over ranks of what waits, in flat arrays of float64 without units."""
+    """Return the sums of all ranks' residuals and unsummed gradients, in flat arrays of float64, not in units."""
     found = {name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()}
     for state in states:
         for name, residual in state["residuals"].items():
@@ -894,9 +894,9 @@ CHANGES = [  # nodes, the ranks that stay in their new order (None: a new rank),
 @pytest.mark.parametrize("dense_steps", [0, 3, 4])
 @pytest.mark.parametrize("times", [1, 2])
 def test_nodes_change(layout: str, stay: list[int | None], other: str, dense_steps: int, times: int) -> None:
-    """By `rebuild`, also after a step that failed, and again before the next step. With 4 dense steps units lag.
+    """By `rebuild`, also after a failed step, and twice before the next step. With 4 dense steps, units lag.
 
-    New ranks bring nothing that they had.
+    Residuals and moments that new ranks had before do not count.
     """
     steps, schedule = 4, lambda step: 1.0 if step < dense_steps else 0.3
     fails = times == 2 and len(layout) > 1

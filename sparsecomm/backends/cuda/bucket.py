@@ -176,7 +176,7 @@ class BucketWork(ExecutionContext):
         self.in_use.keep(sent, self.runtime.record())
 
     def _by_tile(self, name: str, tiles: int, real: ArrayDType, arguments: Arguments, size: int = 0) -> Launch:
-        """Return a launch with a block for each tile, at most 16 per multiprocessor. ``size``: that of the indices."""
+        """Return a launch with one block per tile, but at most 16 per multiprocessor. Indices are below ``size``."""
         threads, blocks = self.tuning.dense_threads, min(tiles, 16 * self.runtime.multiprocessors)
         types = bucket_definitions(real, int64_indices=size >= INT64_SIZE)
         return self.prepare("bucket.cu", name, types, blocks, threads, arguments)

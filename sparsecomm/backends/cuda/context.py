@@ -219,7 +219,7 @@ class CountedVector(SparseVector):
 
     @property
     def room(self) -> tuple[Array, Array]:
-        if self._room is None:  # made only now, because arrays take time in which no kernel runs
+        if self._room is None:  # on first use, because making arrays would delay kernels
             index, value = index_dtype(self.size), self._value
             begin = len(self.memory) - self._capacity * index.itemsize
             values = self.memory[_COUNTER_BYTES:][: self._capacity * value.itemsize]
@@ -281,7 +281,7 @@ class Operand(NamedTuple):
 
 
 def _moved(launch: Launch, blocks: Sequence[tuple[int, int]]) -> Launch:
-    """Replace addresses in ``blocks``, given by address and length. Other ints are smaller than any address."""
+    """Replace addresses in ``blocks`` (address, length) by `Moved`. Other ints are smaller than any address."""
     arguments = launch.arguments.copy()
     for name, argument in arguments.items():
         for number, (address, nbytes) in enumerate(blocks):

@@ -19,7 +19,7 @@ Stream = Any  # a stream that the runtime has made
 
 
 class Moved(NamedTuple):
-    """An address in a block of memory. Each call may have this block elsewhere."""
+    """An address in a block of memory, which may be elsewhere in each call."""
 
     block: int  # its number
     offset: int  # bytes

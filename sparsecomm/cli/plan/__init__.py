@@ -11,7 +11,7 @@ Each line of the table is a way to train:
   sent         megabytes that the link of a node sends in a round
   step         seconds per step, including the part of exchanges that delays it
   computing    the percentage of the time in which ranks compute: the utilisation
-  loss         nats above dense, for the small models of the reports on 8 ranks: no promise. 0: not above dense
+  loss         nats above dense for small models on 8 ranks (docs/reports); yours may differ. 0: not above dense
   equal loss   the time to the same loss, as a multiple of the smallest in the table
   nodes        yes: the ranks of a node sum densely and count as one. no: nodes=False. Only with --ranks-per-node
 
@@ -123,7 +123,7 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
         raise InvalidInputError(f"plan: options are missing. Add, with your numbers: {text}{measured}")
     if arguments.ranks and arguments.ranks % (arguments.ranks_per_node or 1):
         raise InvalidInputError(
-            f"--ranks {arguments.ranks} with --ranks-per-node {arguments.ranks_per_node}: must be a multiple of it"
+            f"--ranks {arguments.ranks}: must be a multiple of --ranks-per-node {arguments.ranks_per_node}"
         )
     if arguments.device == "cuda" and arguments.cores_per_rank < 1:
         raise InvalidInputError("--cores-per-rank with --device cuda: GPUs do the work of exchanges. Omit one of them")

@@ -119,7 +119,7 @@ def ways(
 
     yield way(DENSE, Exchange(overlap=True), 0.0)
     settings = [(arguments, replace(exchange, nodes=nodes)) for arguments, exchange in SETTINGS[per_step]]
-    if nodes:  # and the first setting without them
+    if nodes:  # also the first setting without nodes
         settings[1:1] = [("nodes=False", SETTINGS[per_step][0][1])]
     for arguments, exchange in settings:
         known = STEPS_TRAINED.get((exchange.adamw, exchange.wire, exchange.density))
@@ -169,7 +169,7 @@ def described(training: Training, network: Network) -> dict[str, str]:
 def memory(training: Training, network: Network) -> str:
     """Return the memory of float32 weights, gradients and AdamW's state on each rank: docs/reports/adamw.md."""
     n, owned = training.parameters, 16 / training.ranks if training.ranks > 1 else 12
-    slices = network.ranks_per_node if nodes_count_as_one(training, network) else 1  # of residual and unit
+    slices = network.ranks_per_node if nodes_count_as_one(training, network) else 1  # of residuals, units
     ours, dense = bytes_text((8 + 5 / slices + owned) * n), bytes_text(16 * n)
     return f"{ours} with SparseAdamW, {dense} with AdamW: weights, gradients, state"
 

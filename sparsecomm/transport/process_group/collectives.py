@@ -1,7 +1,7 @@
 """Dense collectives among some ranks of a process group, by the group's own backend: NCCL, for tensors on GPUs.
 
-They need no memory of the host, and move data over NVLink. A rank that waits for them cannot notice that another rank
-has left the call, so ranks first exchange messages, and nothing in between may fail.
+They need no host memory, and move data over NVLink. A rank that waits for them cannot notice that another rank has left
+the call, so ranks first exchange messages, and nothing in between may fail.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class GroupCollectives:
 def collectives_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> GroupCollectives:
     """Return NCCL's collectives for tensors on GPUs.
 
-    Collective over ``ranks``, which are ranks of the group. They get a group of their own, because other collectives of
-    the program on the same group could be in another order on each rank.
+    Collective over ``ranks``, which are ranks of the group. They get a group of their own, because the program's
+    collectives on ``group`` could be in a different order on each rank.
     """
     members = [dist.get_global_rank(group, rank) for rank in ranks]
     return GroupCollectives(dist.new_group(members, backend="nccl", use_local_synchronization=True))
