@@ -33,7 +33,7 @@ class Clock:
             self._begun = None
 
     def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method with a clock: its time counts as time of messages."""
+        """Wrap a method, so that its time counts as time of messages."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             if self._begun is None:

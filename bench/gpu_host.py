@@ -1,4 +1,4 @@
-"""Measures the host's time of calls on a GPU, without a GPU: with stand-ins for CuPy, PyTorch and the driver.
+"""Measures how long GPU calls keep the host busy, without a GPU: stand-ins replace CuPy, PyTorch and the driver.
 
     python -m bench.gpu_host                 the table
     python -m bench.gpu_host --profile topk  where the time of one call goes
@@ -202,7 +202,7 @@ capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c
 
 
 def replace_torch(driver: ctypes.CDLL) -> Exchange:
-    """Return the structure of its C functions, which must be kept."""
+    """Return the structure of the stand-in's C functions; keep a reference to it."""
     from_object, stream = (ctypes.cast(f, ctypes.c_void_p) for f in (driver.from_object, driver.current_stream))
     exchange = Exchange(1, 0, from_object=from_object, stream=stream)
     Tensor.__dlpack_c_exchange_api__ = capsule(ctypes.addressof(exchange), EXCHANGE, None)  # type: ignore[attr-defined]

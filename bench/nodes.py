@@ -6,13 +6,13 @@
     python -m bench.nodes memory --simulated 2x4 4x8
     python -m bench.nodes work --simulated 4x1 2x2 --elements 11500000
 
-- ``bytes``: the bytes that leave a host in a sparse step; the ratio is that to hosts of one rank. On emulated hosts,
-  their interfaces count the bytes, with headers and acknowledgements; on simulated ranks, messages count.
-- ``steps``: the time of whole training steps, and of ``optimizer.step()`` in them, on the slowest rank; the ratio is
-  that of whole steps to dense steps of DDP.
+- ``bytes``: the bytes that leave a host in a sparse step, and their ratio to hosts of one rank. Emulated hosts count
+  them at the network interface, with headers and acknowledgements; simulated ranks count message bytes.
+- ``steps``: the time of whole training steps, and of ``optimizer.step()`` in them, on the slowest rank, and the ratio
+  of whole steps to dense steps of DDP.
 - ``memory``: bytes per weight of the arrays that `SparseAdamW` uses, and of all memory that Python and NumPy allocate.
 - ``work``: the work of `SparseAdamW` on one of several simulated ranks, without messages and without the update of the
-  weights; the ratio is that to as many ranks on hosts of one rank. "dense" is the part for dense sums inside nodes.
+  weights, and its ratio to as many ranks on hosts of one rank. "dense" is the part for dense sums inside nodes.
 
 ``--write STEM`` adds the results to STEM.json, where they replace earlier results of the same kind, and writes tables
 of all results in this file to STEM.txt.
@@ -57,16 +57,17 @@ from sparsecomm.transport import Transport, simulated, transport_of
 from sparsecomm.wire import Messages
 
 Options = dict[str, Any]  # ``nodes``
+# The fields that identify a result.
 KIND = "what", "simulated", "contender", "nodes", "parameters", "hosts", "per_host", "rate"
 ADAMW, HOOK, DENSE = "SparseAdamW", "DDP with the hook", "DDP"
 TITLES = {"bytes": "bytes sent per step", "steps": "times", "memory": "bytes per weight", "work": "own work per step"}
 
 
-def main(given: list[str] | None = None) -> None:
+def main(command_line: list[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument("what", choices=TITLES)
-    both = ["auto", "False"]
-    parser.add_argument("--nodes", nargs="+", choices=both, default=both, help="values of this argument (both)")
+    values = ["auto", "False"]
+    parser.add_argument("--nodes", nargs="+", choices=values, default=values, help="values of this option (both)")
     shape = {"nargs": "+", "default": [], "metavar": "HOSTSxRANKS", "type": lambda s: tuple(map(int, s.split("x")))}
     parser.add_argument("--simulated", help="numbers of simulated hosts and of ranks on each: 2x8", **shape)
     parser.add_argument("--elements", type=int, default=1_500_000, help="weights of simulated ranks (1,500,000)")
@@ -74,14 +75,14 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured steps (10)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
     parser.add_argument("--write", type=Path, metavar="STEM", help="add to STEM.json, and write STEM.txt")
-    args = parser.parse_args(given)
+    args = parser.parse_args(command_line)
     if args.what == "steps" if args.simulated else args.what in ("memory", "work"):
         parser.error("memory and work need --simulated, and steps needs hosts: see bench.slow_network")
     args.options = [{"nodes": text == "auto" and text} for text in args.nodes]
     os.environ.setdefault("SPARSECOMM_THREADS", "1")
     warnings.filterwarnings("ignore", module="torch")
     torch.set_num_threads(1)
-    run = report.about("-m bench.nodes", sys.argv[1:] if given is None else given)
+    run = report.about("-m bench.nodes", sys.argv[1:] if command_line is None else command_line)
     run["settings"].pop("SLOW_NETWORK_LINK", None)
     if args.simulated:
         publish(args.write, run, {"bytes": simulated_bytes, "memory": memory, "work": work}[args.what](args))
@@ -166,7 +167,7 @@ def steps(args: argparse.Namespace, transport: Transport) -> Iterator[report.Row
 
 
 def kinds_of(args: argparse.Namespace) -> Iterator[tuple[Callable[..., list[Any]], report.Row]]:
-    """Return functions that run a program of a transport and options on simulated ranks, and their rows."""
+    """Yield functions that run a program on simulated ranks, each with the first fields of its row."""
     for options, (hosts, per_host) in product(args.options, args.simulated):
         row = {"what": args.what, "simulated": True, "contender": ADAMW, "nodes": options.get("nodes", False)}
         row |= {"parameters": args.elements, "hosts": hosts, "per_host": per_host}
@@ -178,8 +179,10 @@ def _run(node_of_rank: list[int], options: Options, program: Callable[..., Any])
     return [result.value for result in results]
 
 
-def start(args: argparse.Namespace, transport: Transport, options: Options) -> tuple[sc.SparseAdamW, dict[str, Any]]:
-    """Return an optimizer, and gradients."""
+def new_optimizer(
+    args: argparse.Namespace, transport: Transport, options: Options
+) -> tuple[sc.SparseAdamW, dict[str, Any]]:
+    """Return an optimizer, and gradients for its steps."""
     random, names = np.random.default_rng(transport.rank), map(str, range(16))
     gradients = {name: random.standard_normal(args.elements // 16, np.float32) for name in names}
     weights = {name: np.zeros_like(gradient) for name, gradient in gradients.items()}
@@ -188,7 +191,7 @@ def start(args: argparse.Namespace, transport: Transport, options: Options) -> t
 
 def simulated_bytes(args: argparse.Namespace) -> Iterator[report.Row]:
     def program(transport: simulated.SimulatedTransport, options: Options) -> list[np.ndarray]:
-        optimizer, gradients = start(args, transport, options)
+        optimizer, gradients = new_optimizer(args, transport, options)
         reducer = sc.Reducer(gradients, dense_steps=0, comm=transport, **options)
         isend, node, sent, found = transport.isend, transport.node_of_rank, np.zeros(2), []
 
@@ -212,7 +215,7 @@ def simulated_bytes(args: argparse.Namespace) -> Iterator[report.Row]:
 
 def memory(args: argparse.Namespace) -> Iterator[report.Row]:
     def program(transport: Transport, options: Options) -> tuple[object, dict[str, float]]:
-        optimizer, gradients = start(args, transport, options)
+        optimizer, gradients = new_optimizer(args, transport, options)
         for _ in range(args.warmup):
             optimizer.step(gradients)
         buckets, moments = optimizer.reducer.buckets, optimizer._adamw.moments.values()
@@ -242,7 +245,7 @@ def work(args: argparse.Namespace) -> Iterator[report.Row]:
 
         def program(transport: simulated.SimulatedTransport, options: Options) -> np.ndarray:
             clock.watch(transport)
-            (optimizer, gradients), starts = start(args, transport, options), []
+            (optimizer, gradients), starts = new_optimizer(args, transport, options), []
             optimizer._adamw.update = clock.timed(optimizer._adamw.update)  # type: ignore[method-assign]
             for _ in range(args.warmup + args.steps + 1):
                 starts.append((time.thread_time() - clock.messages, dense[0]))
@@ -256,7 +259,7 @@ def work(args: argparse.Namespace) -> Iterator[report.Row]:
             return np.median(run(program), axis=0)
 
     kinds = list(kinds_of(args))
-    times = [[seconds(run) for run, _ in kinds] for _ in range(3)]  # in turns, so that all see the same machine
+    times = [[seconds(run) for run, _ in kinds] for _ in range(3)]  # in turns, for equal conditions
     for (_, row), its in zip(kinds, zip(*times, strict=True), strict=True):
         work_, dense = 1e3 / (row["hosts"] * row["per_host"]) * np.concatenate(its).T
         yield row | {"work_ms": report.quartiles(work_, 1), "dense_ms": report.quartiles(dense, 1)}
@@ -266,7 +269,7 @@ def work(args: argparse.Namespace) -> Iterator[report.Row]:
 
 
 def publish(stem: Path | None, run: dict[str, Any], found: Iterable[report.Row]) -> None:
-    """Publish results, and those of the file."""
+    """Publish results, together with those that the file already has."""
     kind, rows = itemgetter(*KIND), []
     ours = {kind(row): row for row in (dict.fromkeys(KIND) | row | {"run": run} for row in found)}
     if stem and (file := stem.with_name(f"{stem.name}.json")).exists():

@@ -42,7 +42,7 @@ class Rule:
 
     model: str = "transformer"  # one of `TRANSFORMERS`, or with optimizer=sgd of `TASKS`
     ranks: int = 8
-    per_node: int = 1  # ranks of a node, for "sparse_adamw"; with several nodes of several ranks, a node counts as one
+    per_node: int = 1  # ranks per node, for "sparse_adamw"; above 1, each node counts as one rank if there are several
     # "dense"; "gradients": error feedback; the optimizer uses the mean of all selections as the gradient; "updates":
     # local steps with rounds of one step: the updates of each rank's optimizer are exchanged with error feedback, as
     # means over the ranks that selected an index, with a decay of 0.8; "whole": complete sums at the indices of
@@ -77,7 +77,7 @@ class Rule:
         if self.weights == "masters" and self.way == "sparse_adamw":
             raise ValueError("weights=masters: way=sparse_adamw needs no float32 copies; expected weights=bfloat16")
         if self.per_node > 1 and self.way != "sparse_adamw":
-            raise ValueError(f"per_node={self.per_node}: expected way=sparse_adamw, got {self.way}")
+            raise ValueError(f"per_node={self.per_node} needs way=sparse_adamw; got way={self.way}")
         if self.way == "onebit" and self.optimizer != "adamw":
             raise ValueError(f"way=onebit is 1-bit Adam: expected optimizer=adamw, got {self.optimizer}")
 
@@ -350,8 +350,8 @@ def train_by_library(rule: Rule) -> Outcome:
         return outcome, optimizer.reducer.counters.bytes_sent / trainer.steps / len(gradient)
 
     nodes = [rank // rule.per_node for rank in range(rule.ranks)]
-    ranks = simulated.run(rule.ranks, program, node_of_rank=nodes)
-    results = [result.value for result in ranks if result.value is not None]
+    by_rank = simulated.run(rule.ranks, program, node_of_rank=nodes)
+    results = [result.value for result in by_rank if result.value is not None]
     return _with_bytes(rule, results[0][0], fmean(nbytes for _, nbytes in results))
 
 

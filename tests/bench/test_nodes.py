@@ -42,7 +42,7 @@ def test_bytes_memory_and_work_of_simulated_ranks(tmp_path: Path) -> None:
         one, two = (sent[contender, False, per_host] for per_host in (1, 2))
         assert one["kB_inside"] == 0
         assert one["kB_to_other_hosts"] < SIZE / 1e3 / 5
-        # Of three other ranks, to which each of four ranks sends as much, two are on the other host.
+        # Each of four ranks sends the same to each of its three peers. Two of them are on the other host.
         assert two["kB_to_other_hosts"] == pytest.approx(2 * two["kB_inside"], rel=0.05)
         assert two["kB_to_other_hosts"] == pytest.approx(2 * one["kB_to_other_hosts"], rel=0.15)
         if (contender, "auto", 2) in sent:

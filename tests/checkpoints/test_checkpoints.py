@@ -90,7 +90,7 @@ def residuals(state: dict[str, Any]) -> dict[str, Any]:
 def test_a_training_that_resumes_is_bit_identical(
     module: str, build: Any, layout: str, new: str, tmp_path: Path
 ) -> None:
-    """On other ranks, or other nodes, the sums of residuals and velocities are the same."""
+    """With another world size or other nodes, the sums of residuals and velocities are the same."""
     saving = import_module(module)
 
     def program(transport: simulated.SimulatedTransport) -> tuple[dict[str, Any], str, str]:

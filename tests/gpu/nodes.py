@@ -1,6 +1,6 @@
-"""Nodes of ranks whose tensors are on a GPU, on every rank: see `test_training.py`.
+"""A program for each rank, with tensors on a GPU: see `test_training.py`.
 
-With one rank, NCCL's collectives, called as `NodeCall` calls them. With four, two nodes of two ranks over gloo.
+One rank calls NCCL's collectives as `NodeCall` does. Four ranks train over gloo, in two nodes of two ranks.
 """
 
 from __future__ import annotations

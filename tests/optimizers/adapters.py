@@ -17,7 +17,7 @@ from tests.thinning import exhaustive
 SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in the order in which a Reducer has them
 Arrays = dict[str, np.ndarray]
 MIN_OWNED = 80  # elements of an owner, so that 5 ranks have 4 owners of these weights
-# Layouts: the node of each rank. With these nodes, the ranks of a node count as one.
+# Layouts give the number of each rank's node. In these, the ranks of a node count as one.
 NODES: list[Any] = ["0011", "001122", "010110", "00001111", exhaustive("00000000111111112222222233333333")]
 
 
@@ -34,7 +34,7 @@ def part_of(state: Mapping[str, Any], name: str) -> tuple[int, int]:
 
 
 def members_of(layout: str) -> list[list[int]]:
-    """Return the ranks of each node, or if nodes do not count as one, each rank."""
+    """Return the ranks of each node. If nodes do not count as one rank, each rank is alone."""
     nodes = [[rank for rank, number in enumerate(layout) if number == node] for node in dict.fromkeys(layout)]
     return nodes if len(nodes) > 1 and len({*map(len, nodes)}) == 1 else [[rank] for rank in range(len(layout))]
 

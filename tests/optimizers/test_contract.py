@@ -117,8 +117,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
 ) -> None:
     """The other ranks' gradients stay in their residuals.
 
-    If a node's sum overflows (3e38), what waits there for this weight is dropped, and nothing else. If only its square
-    does (1e20), what waits for it on all ranks.
+    If a node's sum overflows (3e38), the node drops its residual of this weight, and nothing else. If only the square
+    of the sum overflows (1e20), all ranks drop theirs.
     """
     layout = layout_of(make, layout)
     P = len(layout)
@@ -193,7 +193,7 @@ def test_weights_and_units_that_differ_are_found(make: Any, what: str, layout: s
 @pytest.mark.parametrize("joins", [True, False])
 @pytest.mark.parametrize("layout", ["00", "000", "0011"])
 def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int, joins: bool, layout: str) -> None:
-    """Three ranks that one joins become two nodes. Two nodes that one joins are none any more."""
+    """If a rank joins three, there are two nodes. If one joins two nodes, sizes differ, and each rank is a node."""
     other = {"000": "0011", "0011": "00112"}.get(layout, layout + "0") if joins else layout
 
     def begin(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:

@@ -39,7 +39,7 @@ class PlannedError(MemoryError):
 
 
 class Failure:
-    """What fails on one rank: the call number ``at`` of `PLACES`, and then all allocations if ``memory`` is out."""
+    """Makes call number ``at`` of `PLACES` fail on one rank, and with ``memory`` also all later allocations."""
 
     def __init__(self, at: int, memory: bool = False) -> None:
         self.at, self.memory, self.where, self._passed, self._rank = at, memory, "", 0, None
@@ -67,7 +67,7 @@ class Failure:
 
 
 def votes(transport: SimulatedTransport, failure: Failure) -> None:
-    """Vote, as a transport does that survives dead ranks. So a call counts on all ranks or on none."""
+    """Vote, as transports do that survive dead ranks, so a call counts on all ranks or on none."""
     others, vote = [rank for rank in range(transport.size) if rank != transport.rank], np.zeros(1, np.uint8)
     mine = failure._rank is getcurrent()
     failure._rank = None if mine else failure._rank
@@ -77,7 +77,7 @@ def votes(transport: SimulatedTransport, failure: Failure) -> None:
 
 
 def whole(state: Any) -> Arrays:
-    """Return all that a rank has kept, in arrays of the tensors' shapes."""
+    """Return a rank's residuals plus unsummed gradients, in the shapes of the tensors."""
     found = {}
     for name, shape in SHAPES.items():
         flat, residual = np.zeros(shape).reshape(-1), state["residuals"][name].reshape(-1)
@@ -168,7 +168,7 @@ def test_a_mean_may_be_too_small_for_the_dtype(algorithm: str) -> None:
 
 
 def test_a_step_that_is_abandoned_makes_each_call_with_its_gradients() -> None:
-    """As `wait` does, if all tensors were pushed: momentum counts the step once."""
+    """If all tensors were pushed, `rebuild` ends the step as `wait` does: momentum counts it once."""
 
     def program(transport: SimulatedTransport, abandons: bool) -> Any:
         reducer = sc.Reducer(gradients(0, SHAPES), 0.2, comm=transport, momentum=0.5, algorithm="split")
@@ -186,7 +186,7 @@ def test_a_step_that_is_abandoned_makes_each_call_with_its_gradients() -> None:
     assert [each.value for each in found[0]] == [each.value for each in found[1]]
 
 
-def test_what_was_kept_elsewhere_is_added_once_although_memory_runs_out() -> None:
+def test_a_state_of_other_nodes_is_added_once_although_memory_runs_out() -> None:
     """A state of nodes is loaded without nodes, so that its residuals and velocities are all unsummed."""
 
     def program(transport: SimulatedTransport, at: int) -> Any:

@@ -1,4 +1,4 @@
-"""Sums of nodes: a `Reducer` gives the results of one rank per node, which has the node's sums, for each slice."""
+"""Sums with nodes: each slice has the result of a `Reducer` with one rank per node, which pushes the node's sums."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def stepped(reducer: sc.Reducer, gradients: Arrays, shapes: dict[str, tuple[int,
 
 
 def in_whole(reducer: sc.Reducer, kind: str) -> Arrays:
-    """This rank's residuals or velocities, and zeros for other slices; with what its node has not summed yet."""
+    """Return this rank's residuals or velocities as whole tensors, zero outside its slice, plus its `unsummed`."""
     state, found = reducer.state_dict(), {}
     for name, array in state[kind].items():
         slices = state["slices"]
@@ -80,7 +80,7 @@ OPTIONS = {
 
 @every_layout
 def test_results_are_those_of_one_rank_per_node(layout: tuple[int, int]) -> None:
-    """The oracle: for each slice, a reducer of one rank per node, which is given the sums of the node."""
+    """The oracle: for each slice, a reducer with one rank per node, which pushes the node's sums."""
     (N, m), P = layout, layout[0] * layout[1]
 
     @CHECK
@@ -259,7 +259,7 @@ def test_options_that_exclude_nodes() -> None:
 @pytest.mark.parametrize("density", [1.0, 0.25])
 @pytest.mark.parametrize("options", [{}, {"outer": sc.NesterovSGD}, {"fragment_sync_delay": 1}], ids=str)
 def test_workers_of_local_steps_may_be_nodes(options: dict[str, Any], density: float) -> None:
-    """If the ranks of a node train alike, as with dense sums inside, dense rounds are those of one rank per node."""
+    """If the ranks of a node train alike, as with dense sums inside, dense rounds equal those of one rank per node."""
 
     def program(transport: simulated.SimulatedTransport, per_node: int) -> tuple[Arrays, Arrays]:
         parameters = {"a": np.ones((40, 64), np.float32), "b": np.full(512, 2, np.float32)}

@@ -198,7 +198,7 @@ class Ranks:
     """This process among real ranks, with a side channel between them that the library does not use.
 
     ``comm`` is the communicator or process group that the library uses; ``new()`` returns another one. ``node`` is the
-    option ``nodes``: of four ranks, two each are a node.
+    value of the option ``nodes``: four ranks are two nodes.
     """
 
     node: Any = "auto"

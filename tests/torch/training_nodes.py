@@ -1,4 +1,4 @@
-"""Cases of nodes of two ranks, which process groups define, on every rank of a process group."""
+"""Cases with nodes of two ranks, passed as process groups. Every rank runs them."""
 
 from __future__ import annotations
 
