@@ -109,7 +109,6 @@ class Bucket:
         self._gradients: Array | None = None  # with `nodes`, this step's gradients, of all slices
         self.residual = self.state[0]
         self.residuals = self.views(self.residual)
-        self.velocities = self.views(self.state[1]) if settings.momentum else {}
         self.exponents_of = {} if settings.owner is None else self.views(self.exponents)
         self.begun: set[str] = set()  # tensors whose units have begun, the same on all ranks
         self.units_lag = False  # dense steps have changed the owners' moments, but not the units; the same on all ranks
@@ -217,13 +216,14 @@ class Bucket:
         """Add this step's gradients to `unsummed`, because their call has failed or was not made."""
         if self._taken or self._gradients is not None:
             gradients = self.gradients(backend)
-            for array in self._begin_unsummed(backend):
+            for array in self.begin_unsummed(backend):
                 array += gradients
             self._gradients = None
 
-    def _begin_unsummed(self, backend: Backend) -> list[Array]:
+    def begin_unsummed(self, backend: Backend) -> list[Array]:
         """Return `unsummed`, after making zeros if there is none."""
-        self.unsummed = self.unsummed or [self.zeros_of_all(backend) for _ in self.state]
+        size, dtype = self.num_slices * self.length, self.accumulator.accumulator
+        self.unsummed = self.unsummed or [backend.zeros(size, dtype) for _ in self.state]
         return self.unsummed
 
     def forget_gradients(self) -> None:
@@ -277,9 +277,8 @@ class Bucket:
             elif chunk is not None:
                 k, chunks = self._chunks(max(1, round(density * chunk)), chunk)
             backend = queue.backends.of(self.device)
-            costs, per_node = plan_costs(transport, options), 1 if self.nodes is None else self.nodes.per_node
-            sizes = self.slice_shape, self.length, k
-            plan = Plan(transport, backend, self.accumulator, *sizes, options, costs, chunks, per_node=per_node)
+            costs, sizes = plan_costs(transport, options), (self.slice_shape, self.length, k)
+            plan = Plan(transport, backend, self.accumulator, *sizes, options, costs, chunks, per_node=self.num_slices)
             queue.plans.keep(self._plan_key, plan)
             self._plan_density = density
         self.last_plan = plan
@@ -394,7 +393,7 @@ class Bucket:
         """Set all units of a tensor, and convert `unsummed`, which a state of an older version has in units."""
         self.use_exponents(name, exponents)
         for array in self.unsummed:
-            self.views(array)[name][:] *= units(from_host(exponents, array), array.dtype)
+            self.view(array, name)[:] *= units(from_host(exponents, array), array.dtype)
 
     def part_in_slice(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of the part of a tensor that is in this rank's slice."""
@@ -403,7 +402,7 @@ class Bucket:
 
     def contents(self, name: str) -> Contents:
         """Return what this rank has of a tensor, in views."""
-        state, unsummed = ([self.views(array)[name] for array in arrays] for arrays in (self.state, self.unsummed))
+        state, unsummed = ([self.view(array, name) for array in arrays] for arrays in (self.state, self.unsummed))
         exponents = self.exponents_of[name] if name in self.begun else None
         return Contents(self.part_in_slice(name), state, exponents, unsummed)
 
@@ -419,22 +418,19 @@ class Bucket:
         for i, array in enumerate(self.state):
             theirs, rest = from_host(state[i], array), [(0, values) for values in unsummed[i : i + 1]]
             if part == ours:
-                self.views(array)[name][:] = theirs
+                self.view(array, name)[:] = theirs
             elif len(theirs):
                 if exponents is not None and len(exponents):
                     theirs = theirs * units(from_host(exponents, array), array.dtype)
                 rest.append((part[0], theirs))
             for begin, values in rest:
-                whole = self.views(self._begin_unsummed(self.backend)[i])[name]
+                whole = self.view(self.begin_unsummed(self.backend)[i], name)
                 whole[begin : begin + len(values)] += from_host(values, array)
 
     @default_float_mode
     def discard(self, name: str) -> None:
-        for views in (self.residuals, self.velocities):
-            if name in views:
-                views[name][:] = 0
-        for array in self.unsummed:
-            self.views(array)[name][:] = 0
+        for array in (*self.state, *self.unsummed):
+            self.view(array, name)[:] = 0
 
     @default_float_mode
     def scale(self, factor: float) -> None:
@@ -468,10 +464,6 @@ class Bucket:
         owned = {part.spec.name: (part.begin, part.end) for part in self.parts(rank)}
         return owned.get(name, (0, 0))
 
-    def zeros_of_all(self, backend: Backend) -> Array:
-        """Return zeros for the elements of all slices."""
-        return backend.zeros(self.num_slices * self.length, self.accumulator.accumulator)
-
     def _zeros(self) -> Array:
         return self.backend.zeros(self.length, self.accumulator.accumulator)
 
@@ -480,7 +472,10 @@ class Bucket:
         begin, end = (min(max(bound, self.first), self.last) - self.first for bound in self._bounds[name])
         return begin, end
 
+    def view(self, flat: Array, name: str) -> Array:
+        """Return a tensor's part of a flat array, which has this rank's slice or all elements."""
+        begin, end = self._bounds[name] if len(flat) >= self.size else self.bounds_in_slice(name)
+        return flat[begin:end]
+
     def views(self, flat: Array) -> dict[str, Array]:
-        """Return the tensors' parts of a flat array, which has this rank's slice or all elements, by name."""
-        bounds = self._bounds if len(flat) >= self.size else {name: self.bounds_in_slice(name) for name in self._bounds}
-        return {name: flat[begin:end] for name, (begin, end) in bounds.items()}
+        return {name: self.view(flat, name) for name in self._bounds}

@@ -157,7 +157,7 @@ class BucketCall(SumCall):
     def _mask(self) -> None:
         """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
         bucket, backend = self._bucket, self.contribution.backend
-        if self.plan.algorithm is ALGORITHMS["dense"] or not (bucket.velocities and bucket.settings.masking):
+        if self.plan.algorithm is ALGORITHMS["dense"] or not (bucket.settings.momentum and bucket.settings.masking):
             return  # after a dense sum momentum continues
         assert self._total is not None
         velocity = bucket.backend.as_tensor(bucket.state[1], (bucket.length,))

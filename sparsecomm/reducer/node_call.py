@@ -76,8 +76,7 @@ class NodeCall:
             self._before = [array.copy() for array in bucket.state]
             *without, none_unsummed = on_all(self._inside(_AGREE), bits, 0)
             if not none_unsummed:  # a rank of the node has some
-                rest = bucket.unsummed or [bucket.zeros_of_all(backend) for _ in bucket.state]
-                for array, unsummed in zip(bucket.state, rest, strict=True):
+                for array, unsummed in zip(bucket.state, bucket.begin_unsummed(backend), strict=True):
                     bucket.add_sums(backend, names, self._sums(unsummed), array)
             bucket.set_aside(name for name, is_absent in zip(names, without, strict=True) if is_absent)
             present = [name for name, is_absent in zip(names, without, strict=True) if not is_absent]
