@@ -322,6 +322,13 @@ class WordsGather(Call):
         self.words = self._gathered
 
 
+def gather_by_rank(transport: Transport, words: list[int], label: Label) -> list[list[int]]:
+    """Return the words of each rank: see `WordsGather`. Collective."""
+    gather, count = WordsGather(transport, words, label), len(words)
+    queue_of(transport).submit(gather).wait()
+    return [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
+
+
 class Realignment:
     """Makes all ranks give the next call the same number: the task of `sparsecomm.realign`."""
 

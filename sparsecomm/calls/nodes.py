@@ -8,9 +8,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.collectives import gather_by_rank
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import ARGUMENT_ERRORS, quote
 from sparsecomm.errors import InvalidInputError, log
 from sparsecomm.transport import Comm, DenseCollectives, Transport, existing_transport, members_of
@@ -52,7 +51,7 @@ class Nodes(NamedTuple):
     @property
     def between(self) -> Sequence[int]:
         """The ranks that have the same slice as this rank, one of each node."""
-        return [ranks[self.position] for ranks in self.ranks]
+        return list(zip(*self.ranks, strict=True))[self.position]
 
     def __str__(self) -> str:
         return f"{len(self.ranks)} of {self.per_node} ranks"
@@ -96,7 +95,8 @@ def find_nodes(transport: Transport, option: NodesOption, devices: Collection[st
     found = Nodes(ranks, transport.rank)
     kinds = [kind for kind in ("cpu", "cuda") if devices and transport.has_collectives(kind)]
     if kinds:
-        by_rank = _gather(transport, [kind in devices for kind in kinds], "comparison of devices")
+        words = [int(kind in devices) for kind in kinds]
+        by_rank = gather_by_rank(transport, words, Label.of(("call", "comparison of devices")))
         shared = [kind for i, kind in enumerate(kinds) if all(by_rank[rank][i] for rank in found.inside)]
         found = found._replace(collectives={kind: transport.collectives(found.inside, kind) for kind in shared})
     return found, f"{found}, summed densely inside"
@@ -112,17 +112,11 @@ def _groups(transport: Transport, comm: Comm) -> list[int]:
     own, size = members_of(comm), transport.size
     members = [rank for rank, number in enumerate(transport.members) if number in own]
     words = [members[0], len(members)] if transport.rank in members else [size, 0]
-    firsts, counts = map(list, zip(*_gather(transport, words, "comparison of nodes"), strict=True))
+    by_rank = gather_by_rank(transport, words, Label.of(("call", "comparison of nodes")))
+    firsts, counts = map(list, zip(*by_rank, strict=True))
     if size in firsts or [Counter(firsts)[first] for first in firsts] != counts:
         raise InvalidInputError(
             f"rank {transport.rank}: nodes: the groups passed overlap or leave out ranks: by rank, they begin with "
             f"ranks {firsts} and have {counts} ranks; pass on each rank a group that contains it and is not destroyed"
         )
     return firsts
-
-
-def _gather(transport: Transport, words: list[int], call: str) -> list[list[int]]:
-    """Return the words of each rank. Collective."""
-    gather, count = WordsGather(transport, words, Label.of(("call", call))), len(words)
-    queue_of(transport).submit(gather).wait()
-    return [gather.words[i : i + count] for i in range(0, len(gather.words), count)]

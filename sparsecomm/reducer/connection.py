@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sparsecomm.backends import Backends
 from sparsecomm.backends.base import on_streams
-from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.collectives import gather_by_rank
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.nodes import Nodes, find_nodes
@@ -272,10 +272,7 @@ class Members:
         ``before``: this rank's previous communicator, or its transport. At least one rank must not join.
         """
         step, rank, size = (0, -1, 0) if joining else (step, *_rank_and_size(before))
-        gather = WordsGather(transport, [joining, step, rank + 1, size, *words], label)
-        queue_of(transport).submit(gather).wait()
-        count = len(gather.words) // transport.size
-        messages = [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
+        messages = gather_by_rank(transport, [joining, step, rank + 1, size, *words], label)
         self.all = [Member(bool(new), step, rank - 1, size, words) for new, step, rank, size, *words in messages]
         self.stay = [member for member in self.all if not member.joining]  # like `all`, in order of rank
         if not self.stay:
