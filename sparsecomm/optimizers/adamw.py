@@ -300,12 +300,8 @@ class LazyAdamW:
         self.parts |= {name: self.part(name) for name in names}
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
-        """Push ``scale`` times a gradient, divided by each weight's unit.
-
-        Pass ``None`` if the tensor has no gradient.
-        """
-        factor = -scale if rule.maximize else scale
-        self._reducer.push_with(name, gradient, Addition(factor, self._reducer.exponents(name)))
+        """Push ``scale`` times a gradient. Pass ``None`` if the tensor has no gradient."""
+        self._reducer.push_with(name, gradient, Addition(-scale if rule.maximize else scale))
 
     # -- the owner's step: see `sparsecomm.reducer.owned.Owner` -------------------------------------------------------
 

@@ -28,10 +28,9 @@ _MIN_OWNED = 2048  # minimum elements of an owner; for fewer elements, fewer ran
 
 
 class Addition(NamedTuple):
-    """How a gradient is added to a residual: the other fields of `Addend`."""
+    """How a gradient is added to a residual: see `Addend`."""
 
     scale: float = 1.0
-    exponents: Array | None = None
     minuend: Array | None = None
 
 
@@ -167,7 +166,9 @@ class Bucket:
         """
         name = spec.name
         if gradient is not None:
-            addend, at_once = Addend(self._bounds[name][0], gradient, *how), self.device is CPU and self.nodes is None
+            begin, exponents = self._bounds[name][0], self.exponents_of.get(name)
+            addend = Addend(begin, gradient, how.scale, exponents, how.minuend)
+            at_once = self.device is CPU and self.nodes is None
             if at_once and spec.size:
                 self._add_first((name,), (addend,))
             self.join(gradient)
