@@ -2,7 +2,8 @@
 
 Each index has one owner, which alone keeps AdamW's state there: both moments and the step of the last update. All ranks
 have the weights, and for each weight a unit, a power of two near sqrt(v) + eps, with v the second moment. Weights and
-units are the same on all ranks. In every step
+units are the same on all ranks. With nodes, a rank has the units and the residual of its slice only, and the gradient
+below is the sum of its node. In every step
 
 1. each rank divides its gradient by the units and adds it to its residual. A power of two makes this exact. The
    magnitude of an entry is then how far AdamW would move the weight. It decides which entries are sent, and how they
@@ -531,20 +532,11 @@ class LazyAdamW:
 
         ``held``: this rank's contents, if any. ``root``'s units come first. Units that no rank has become the median.
         """
-        spec, size = self.specs[name], transport.size
-        parts = np.zeros((size, 2), np.int64)
+        spec, part, own = self.specs[name], (0, 0), None
         if held is not None and held.exponents is not None:
-            parts[transport.rank] = held.part
-        for rank in range(size):
-            _broadcast(parts[rank], rank, transport)
-        whole, known = np.zeros(spec.size, unit_dtype(spec.accumulator.accumulator)), np.zeros(spec.size, bool)
-        for rank in ((root + i) % size for i in range(size)):
-            own = slice(*parts[rank].tolist())
-            if not known[own].all():
-                if rank == transport.rank and held is not None and held.exponents is not None:
-                    whole[own] = to_host(held.exponents)
-                _broadcast(whole[own], rank, transport)
-                known[own] = True
+            part, own = held.part, held.exponents
+        whole = np.zeros(spec.size, unit_dtype(spec.accumulator.accumulator))
+        known = _gather_parts([whole], part, [own], transport, root)
         if not known.all() and known.any():
             whole[~known] = int(np.median(whole[known]))
         return whole
@@ -557,18 +549,8 @@ class LazyAdamW:
         spec, mine = self.specs[name], self.moments.get(name)
         real = np.dtype(spec.accumulator.accumulator)
         whole: Any = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
-        found = np.zeros(spec.size, bool)
-        for rank in range(transport.size):
-            bounds = np.array((0, 0) if mine is None or rank != transport.rank else self.parts[name], np.int64)
-            _broadcast(bounds, rank, transport)
-            begin, end = bounds.tolist()
-            for i, array in enumerate(whole if begin < end else ()):
-                values = array[begin:end]
-                if rank == transport.rank and mine is not None and (own := mine[i]) is not None:
-                    values[:] = to_host(own)
-                _broadcast(values, rank, transport)
-            found[begin:end] = True
-        return whole, found
+        part, own = ((0, 0), (None,) * len(whole)) if mine is None else (self.parts[name], mine)
+        return whole, _gather_parts(whole, part, own, transport)
 
 
 def filled(moments: Moments, host: Iterable[Array | None]) -> Moments:
@@ -592,6 +574,28 @@ def _broadcast(array: Array, root: int, transport: Transport) -> None:
     """Copy a contiguous array in host memory from one rank to all. Collective; call it between calls."""
     if array.size:
         transport.broadcast(array.reshape(-1).view(np.uint8), root)
+
+
+def _gather_parts(
+    whole: Sequence[Array], part: tuple[int, int], own: Sequence[Array | None], transport: Transport, root: int = 0
+) -> Array:
+    """Fill arrays in host memory with the parts of all ranks, ``root``'s first. Return where parts are. Collective.
+
+    ``own``: the contents of this rank's ``part``; ``None``: zeros. Parts that earlier ranks have sent are skipped.
+    """
+    known = np.zeros(len(whole[0]), bool)
+    for rank in ((root + i) % transport.size for i in range(transport.size)):
+        bounds = np.array(part, np.int64)
+        _broadcast(bounds, rank, transport)
+        where = slice(*bounds.tolist())
+        if known[where].all():
+            continue
+        for array, values in zip(whole, own, strict=True):
+            if rank == transport.rank and values is not None:
+                array[where] = to_host(values)
+            _broadcast(array[where], rank, transport)
+        known[where] = True
+    return known
 
 
 def _dense_sum(x: Array, op: str, label: Label, transport: Transport) -> SumCall:
