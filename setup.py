@@ -27,6 +27,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
+from threading import get_ident
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -60,6 +61,18 @@ EXTENSIONS = [
         "sparsecomm.backends._cpu",
         ["sparsecomm/backends/_cpu.pyx", *sorted(glob("kernels/cpu/*.cpp"))],
         include_dirs=["kernels/cpu"],
+        language="c++",
+        extra_compile_args=CXX,
+        extra_link_args=["-pthread"],
+    ),
+    Extension(
+        "sparsecomm.patches._codec",
+        [
+            "sparsecomm/patches/_codec.pyx",
+            *sorted(glob("kernels/patches/*.cpp")),
+            *(f"kernels/cpu/{name}.cpp" for name in ("pool", "processor")),
+        ],
+        include_dirs=["kernels/patches"],
         language="c++",
         extra_compile_args=CXX,
         extra_link_args=["-pthread"],
@@ -154,8 +167,8 @@ def mpi_extensions(source, flags_of_abi):
     return found
 
 
-def compile_cached(compiler, source, *, output_dir, extra_postargs, **options):
-    """Return the object file of a source, compiled or from the cache.
+def compile_cached(compiler, source, *, extra_postargs, **options):
+    """Return the object file of a source in the cache, after compiling it if necessary.
 
     The key in the cache is a hash of the preprocessed text and the command, because pip builds in a new folder, with
     new headers and dates, each time.
@@ -163,19 +176,18 @@ def compile_cached(compiler, source, *, output_dir, extra_postargs, **options):
     commands = {name: getattr(compiler, name) for name in ("compiler_so", "compiler_so_cxx") if hasattr(compiler, name)}
     version = subprocess.run([*compiler.compiler_so, "--version"], capture_output=True, text=True).stdout
     key = hashlib.sha256(f"{commands} {extra_postargs} {version}".encode())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # of this call: two modules may contain the same source
         text, passed = Path(folder, "text"), {name: options.get(name) for name in ("macros", "include_dirs")}
         compiler.preprocess(source, str(text), extra_postargs=[*extra_postargs, "-P"], **passed)
         key.update(text.read_bytes())
-    (target,) = compiler.object_filenames([source], output_dir=output_dir)
-    store = OBJECTS / f"{Path(source).name}.{key.hexdigest()[:32]}.o"
-    if not store.exists():
-        print(f"Compiling {source}", flush=True)  # progress, which `make` shows and pip does not
-        type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
-        store.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(shutil.copy(target, f"{store}.{os.getpid()}"), store)
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
-    return shutil.copy(store, target)
+        store = OBJECTS / f"{Path(source).name}.{key.hexdigest()[:32]}.o"
+        if not store.exists():
+            print(f"Compiling {source}", flush=True)  # progress, which `make` shows and pip does not
+            options |= {"extra_postargs": extra_postargs, "output_dir": folder}
+            (made,) = type(compiler).compile(compiler, [source], **options)
+            store.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(shutil.copy(made, f"{store}.{os.getpid()}.{get_ident()}"), store)
+    return str(store)
 
 
 def record_sources(modules):

@@ -41,6 +41,7 @@ from sparsecomm.tensors.sparse import SparseVector
 
 if TYPE_CHECKING:
     from sparsecomm import jax as jax
+    from sparsecomm import patches as patches
     from sparsecomm import torch as torch
 
 try:
@@ -48,7 +49,7 @@ try:
 except PackageNotFoundError:  # a checkout that was not installed
     __version__ = "0+unknown"
 
-_ON_FIRST_USE = ("jax", "torch", "typing")
+_ON_FIRST_USE = ("jax", "patches", "torch", "typing")
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -60,7 +61,7 @@ def __getattr__(name: str) -> ModuleType:
 
 def __dir__() -> list[str]:
     """Return the public names, including the modules whose framework is installed."""
-    return sorted({*globals(), *(name for name in _ON_FIRST_USE if find_spec(name) is not None)})
+    return sorted({*globals(), "patches", *(name for name in _ON_FIRST_USE if find_spec(name) is not None)})
 
 
 __all__ = [

@@ -35,6 +35,10 @@ class WeightMismatchError(CollectiveMismatchError):
     """The ranks hold different weights. Every rank raises it. Their calls match, so they can make further calls."""
 
 
+class PatchError(SparseCommError):
+    """A patch or a published version of weights cannot be used: it is damaged, or made for other weights."""
+
+
 class TransportError(SparseCommError):
     """Bytes could not be moved between ranks."""
 

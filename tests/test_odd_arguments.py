@@ -6,6 +6,7 @@ import inspect
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm import patches
 from sparsecomm.transport import simulated
 
 
@@ -82,6 +84,7 @@ VALUES = {
 
 X = np.arange(1, 11, dtype=np.float32)
 A = sc.topk(X, 3)
+PATCH = patches.diff(X, -X)
 Ranks = simulated.SimulatedTransport
 Call = Callable[[Ranks, Any], object]
 
@@ -110,6 +113,26 @@ def loaded(**options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sc.save(folder, 1, {"a": 1}, comm=options["comm"])
         sc.load(**{"folder": folder, "objects": {"a": 1}} | options)
+
+
+def published(step: Any = 1, new: Any = None, **options: Any) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patches.Publisher(**{"tensors": {"a": X}, "folder": folder} | options) as publisher,
+    ):
+        publisher.publish(0)
+        publisher.publish_in_background(step, new)
+
+
+def subscribed(**options: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        patches.Publisher({"a": X}, folder).publish(0)
+        patches.Subscriber(**{"tensors": {"a": X.copy()}, "source": folder} | options).update()
+
+
+def applied(patch: Any = None, tensors: Any = None) -> None:
+    with suppress(patches.PatchError):
+        patches.apply(PATCH if patch is None else patch, X.copy() if tensors is None else tensors)
 
 
 def each(function: Callable[..., Any], make: Callable[..., Any] | None = None, **defaults: Any) -> dict[str, Call]:
@@ -142,6 +165,15 @@ CALLS: dict[str, Call] = {
         sc.SparseVector, lambda **options: sc.SparseVector(**options).nnz, indices=[1, 4], values=[2.0, 3.0], size=6
     ),
     **{name: call for name, call in each(sc.save, saved).items() if name != "save folder"},
+    **each(patches.diff, old=X, new=X),
+    **each(patches.apply, applied),
+    **{name: call for name, call in each(patches.Publisher, published).items() if name != "Publisher folder"},
+    **each(patches.Subscriber, subscribed),
+    **each(patches.Folder),
+    **each(patches.Http, url="http://127.0.0.1:9/"),
+    **each(patches.Ranks, source="."),
+    "Publisher.publish step": lambda _, v: published(v),
+    "Publisher.publish tensors": lambda _, v: published(new=v),
     "save.values": lambda transport, v: saved(comm=transport, objects={"a": v}),
     "wait timeout": lambda transport, v: sc.isparse_allreduce(X, 3, comm=transport).wait(v),
     "check_weights": lambda transport, v: sc.check_weights(v, comm=transport),

@@ -36,8 +36,6 @@ NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 Tensor = _dlpack.Tensor
 overlap = _dlpack.overlap
 
-_ANY_FLOAT = "float16, bfloat16, float32 or float64"
-_EXPECTED = f"expected an array of {_ANY_FLOAT} with __dlpack__ (NumPy, PyTorch, JAX, CuPy, ...)"
 _WRITABLE = "expected writable memory"
 
 # DLPack's codes: DLDataTypeCode and bits, DLDeviceType.
@@ -49,23 +47,26 @@ _OTHER_DEVICES = {4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 11: "ROCm ho
 _DLPACK_1: dict[str, Any] = {"max_version": (1, 0), "copy": False}
 
 
-def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = None) -> Tensor:
+def tensor(
+    obj: Any, name: str, *, writable: bool = False, stream: int | None = None, dtypes: Mapping[str, DType] = DTYPES
+) -> Tensor:
     """Return the memory of an array.
 
     Args:
-        obj: a contiguous array of a float dtype with ``__dlpack__``, on a CPU or a CUDA GPU.
+        obj: a contiguous array with ``__dlpack__``, on a CPU or a CUDA GPU.
         name: the argument's name, for errors.
         writable: the caller will write to the memory.
         stream: CUDA stream on which the memory will be used, as numbered by DLPack; ``None``: the current stream of the
             tensor's library.
+        dtypes: the accepted dtypes by name, at least those of gradients.
     """
     if (plain := _dlpack.plain(obj, writable, CPU, stream)) is not None:
         return plain
     if isinstance(obj, np.ndarray):
-        return _from_numpy(obj, name, writable)
+        return _from_numpy(obj, name, writable, dtypes)
     if not hasattr(obj, "__dlpack__"):
         advice = "convert it first, for example with np.asarray(x, dtype=np.float32)"
-        _refuse(name, f"got {_kind(obj)}; {_EXPECTED}; {advice}")
+        _refuse(name, f"got {_kind(obj)}; {_expected(dtypes)}; {advice}")
     if (jax := sys.modules.get("jax")) is not None and isinstance(obj, jax.core.Tracer):
         advice = "inside jax.jit and jax.lax loops call sparsecomm.jax.sparse_allreduce, allreduce_tree or sparsify"
         _refuse(name, f"got a JAX tracer, which has no values yet; expected an array; {advice}")
@@ -78,7 +79,7 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
         if writable:
             _refuse(name, f"got a tensor whose negation is pending; {_WRITABLE}; pass x.resolve_neg()")
         obj = obj.resolve_neg()
-    return _checked(obj, _export(obj, name, stream), name, writable, immutable, stream)
+    return _checked(obj, _export(obj, name, stream, dtypes), name, writable, immutable, stream, dtypes)
 
 
 @dataclass(frozen=True)
@@ -133,20 +134,20 @@ def refuse_masked(array: object, name: str) -> None:
         _refuse(name, f"got a masked array; expected an array without a mask; {advice}")
 
 
-def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
+def _from_numpy(array: Array, name: str, writable: bool, dtypes: Mapping[str, DType]) -> Tensor:
     refuse_masked(array, name)
     dtype = array.dtype
     if not dtype.isnative:
         seen, advice = f"byte-swapped {dtype.newbyteorder('=').name}", "pass x.astype(x.dtype.newbyteorder('='))"
         _refuse(name, f"got {seen}; expected this machine's byte order; {advice}")
-    if (found := DTYPES.get(dtype.name)) is None:
-        _refuse_dtype(name, dtype.name)
+    if (found := dtypes.get(dtype.name)) is None:
+        _refuse_dtype(name, dtype.name, dtypes)
     flags = array.flags
     t = Tensor(_dlpack.address(array), array.size, array.shape, found, CPU, not flags.writeable, array)
     return _usable(t, name, flags.c_contiguous, writable and t.readonly)
 
 
-def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
+def _export(obj: Any, name: str, stream: int | None, dtypes: Mapping[str, DType]) -> _dlpack.Import:
     """Export an array's memory by DLPack 1.x, or by the old protocol."""
     arguments = {} if stream is None else {"stream": stream}
     try:
@@ -161,22 +162,30 @@ def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
             expected = "expected a gradient, or a tensor outside the graph"
             _refuse(name, f"got a tensor that requires grad; {expected}; {advice}")
         seen = f"{name}: {_kind(obj)} does not export its memory ({type(error).__name__}: {error})"
-        raise InvalidInputError(f"{seen}; {_EXPECTED}; convert it first") from error
+        raise InvalidInputError(f"{seen}; {_expected(dtypes)}; convert it first") from error
     if found.size and not found.pointer:  # freed by FSDP, or implicit zeros of PyTorch
         advice = "restore its storage, or make the zeros with torch.zeros"
         _refuse(name, f"got a tensor of shape {found.shape} without memory; expected one with values; {advice}")
     return found
 
 
-def _checked(obj: object, t: _dlpack.Import, name: str, writable: bool, immutable: bool, stream: int | None) -> Tensor:
+def _checked(
+    obj: object,
+    t: _dlpack.Import,
+    name: str,
+    writable: bool,
+    immutable: bool,
+    stream: int | None,
+    dtypes: Mapping[str, DType],
+) -> Tensor:
     kind = _DEVICES.get(t.device_type)
     if kind is None:
         seen = _OTHER_DEVICES.get(t.device_type, f"DLPack device type {t.device_type}")
         advice = "move it first, for example x.cpu()"
         _refuse(name, f"got a tensor on {seen}; expected CPU or CUDA memory; {advice}")
-    dtype = _DTYPES.get((t.code, t.bits))
+    dtype = _DTYPES.get((t.code, t.bits)) or dtypes.get(_dtype_name(obj, t))
     if dtype is None or t.lanes != 1:
-        _refuse_dtype(name, _dtype_name(obj, t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"))
+        _refuse_dtype(name, _dtype_name(obj, t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"), dtypes)
     device = CPU if kind == "cpu" else Device(kind, t.device_id)
     found = Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
     return _usable(found, name, t.contiguous, writable and (t.readonly or t.copied))
@@ -289,7 +298,7 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
         array = np.ascontiguousarray(obj)
         return f"{array.dtype} {np.shape(obj)}", array.reshape(-1).view(np.uint8)
     eighth = str(getattr(obj, "dtype", "")).startswith("torch.float8")  # PyTorch 2.6 does not export these types
-    t = _export(obj.view(sys.modules["torch"].uint8) if eighth else obj, name, None)
+    t = _export(obj.view(sys.modules["torch"].uint8) if eighth else obj, name, None, DTYPES)
     if _DEVICES.get(t.device_type) != "cpu" or not t.contiguous:
         seen = "got a tensor that is on a device or not contiguous"
         _refuse(name, f"{seen}; expected contiguous host memory; copy it there first")
@@ -345,9 +354,18 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise InvalidInputError(f"{name}: {why}")
 
 
-def _refuse_dtype(name: str, seen: str) -> NoReturn:
+def _refuse_dtype(name: str, seen: str, dtypes: Mapping[str, DType]) -> NoReturn:
     advice = "convert it first, for example x.astype('float32') or x.float()"
-    _refuse(name, f"got elements of type {seen}; expected {_ANY_FLOAT}; {advice}")
+    _refuse(name, f"got elements of type {seen}; expected {_any_of(dtypes)}; {advice}")
+
+
+def _any_of(dtypes: Mapping[str, DType]) -> str:
+    *others, last = dtypes
+    return f"{', '.join(others)} or {last}"
+
+
+def _expected(dtypes: Mapping[str, DType]) -> str:
+    return f"expected an array of {_any_of(dtypes)} with __dlpack__ (NumPy, PyTorch, JAX, CuPy, ...)"
 
 
 def _memory_advice(name: str) -> str:

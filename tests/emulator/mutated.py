@@ -16,10 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from sparsecomm import backends
 from sparsecomm.backends import CpuBackend
 from sparsecomm.backends.adamw import AdamWPart, Moments
 from sparsecomm.backends.base import Addend, Segment
 from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.patches import _codec
+from sparsecomm.patches import cuda as patch_codec
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import INT4, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
@@ -27,6 +30,7 @@ from tests import data, reference
 from tests.backends import packed_format as packed
 from tests.backends.devices import Device, same
 from tests.emulator.runtime import EmulatedRuntime, EmulatorError
+from tests.patches import elements as weights
 
 FINE, CAUGHT, BROKEN = 0, 3, 4  # how it exits; a fault may also end it by a signal
 SEEDS = 2
@@ -391,6 +395,46 @@ def refused(backend: CudaBackend, message: bytes, count: int, n: int, kind: Valu
         raise AssertionError("wrong bytes are taken for entries")
 
 
+def patches(sources: Path, seed: int) -> None:
+    """In some tiles, and with an end within a block; also of weights that they do not fit."""
+    it = crowded(sources, seed, patch_threads=64)
+    backends._thread_backends.backends._cuda[0] = it.backend
+    runtime, device = it.backend.runtime, interop.Device("cuda", 0)
+    for name, n, density in (("bfloat16", 4900, 0.1), ("float8_e4m3", 9000, 0.5), ("float64", 1100, 0.1)):
+        old, layout = weights.elements(name, n, seed), weights.layout_of(name)
+        new = weights.changed(name, old, density, seed + 1)
+        new[1500:4000] = old[1500:4000]
+        held = [guarded(runtime, array) for array in (old, new)]
+        tensors = [weights.tensor_of(array.ctypes.data, array.nbytes, name, device, array) for array in held]
+        weights.check(patch_codec, name, old, new, *tensors)
+        runtime.check()
+        np.testing.assert_array_equal(held[0], new)
+        coded = _codec.diff(*(weights.host_tensor(array, name) for array in (old, new)), layout)[0]
+        other = guarded(runtime, weights.elements(name, n, seed + 2))
+        tensor = weights.tensor_of(other.ctypes.data, other.nbytes, name, device, other)
+        expected = _codec.locate(weights.host_tensor(np.array(other), name), layout, coded)
+        found = patch_codec.locate(tensor, layout, coded)
+        assert (found and found.after) == (expected and expected.after)
+
+
+def patches_of_pieces(sources: Path, seed: int) -> None:
+    """The changes of the first piece are in its last block."""
+    it, name = crowded(sources, seed, patch_threads=64), "uint8"
+    backends._thread_backends.backends._cuda[0] = it.backend
+    old = np.zeros(_codec.PIECE + 3000, np.uint8)
+    new = weights.changed(name, old, 0.1, seed)
+    new[: _codec.PIECE - _codec.BLOCK] = 0
+    tensors = [
+        weights.tensor_of(array.ctypes.data, array.nbytes, name, interop.Device("cuda", 0), array)
+        for array in (old.copy(), new.copy())
+    ]
+    expected = _codec.diff(*(weights.host_tensor(array, name) for array in (old, new)), weights.layout_of(name))
+    assert patch_codec.diff(*tensors, weights.layout_of(name)) == expected
+    found = patch_codec.locate(tensors[0], weights.layout_of(name), expected[0])
+    assert found is not None
+    assert found.after == expected[3]
+
+
 DRIVERS = (
     bucket,
     topk,
@@ -411,6 +455,8 @@ DRIVERS = (
     packing_few_bits,
     dropping_zeros,
     damaged_messages,
+    patches,
+    patches_of_pieces,
 )
 
 

@@ -16,9 +16,11 @@ import sparsecomm as sc
 from sparsecomm.backends import CpuBackend, cuda
 from sparsecomm.backends.adamw import AdamWPart, Moments, unit_exponents
 from sparsecomm.backends.base import Addend, Segment
+from sparsecomm.patches import cuda as patch_codec
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, INT4, INT8, ValueKind
 from tests import data
+from tests.patches import elements as weights
 
 PAIRS = [("float32", None), ("float32", "float32"), ("float16", "float32"), ("float64", "float64"), ("float16", None)]
 
@@ -138,6 +140,18 @@ def pack(n: int, kind: ValueKind) -> None:
         same_arrays(f"{kind.name}: entries", a, b)
 
 
+def patch(n: int, name: str) -> None:
+    """patches.cu."""
+    old = weights.elements(name, n, 1)
+    new = weights.changed(name, old, 0.05, 2)
+    tensors = []
+    for array in (old, new):
+        there = cupy.asarray(array)
+        tensors.append(weights.tensor_of(there.data.ptr, array.nbytes, name, interop.Device("cuda", 0), there, 1))
+    weights.check(patch_codec, name, old, new, *tensors)
+    same_arrays(f"patched {name}", tensors[0].owner, new)
+
+
 def main() -> int:
     cupy.cuda.set_allocator(None)
     sizes = [int(word) for word in sys.argv[1:]] or [5000, 80_000]
@@ -149,6 +163,8 @@ def main() -> int:
             bucket(n, dtype)
         for kind in (BFLOAT16, INT8, INT4):
             pack(n, kind)
+        for name in ("float8_e4m3", "bfloat16", "float32", "float64"):
+            patch(n, name)
     print("all results are those of the CPU")
     return 0
 

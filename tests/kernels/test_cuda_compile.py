@@ -19,6 +19,7 @@ from sparsecomm.backends.cuda.modules import (
     dense_definitions,
     merge_definitions,
     packed_definitions,
+    patch_definitions,
     selection_definitions,
     structure_definitions,
 )
@@ -42,6 +43,8 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield "bucket.cu", bucket_definitions((FLOAT64 if float64_values else FLOAT32).accumulator, int64_indices)
             for kind in (EXACT,) if float64_values else KINDS:
                 yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
+    for itemsize in (1, 2, 4, 8):
+        yield "patches.cu", patch_definitions(itemsize)
 
 
 FOLDER = SOURCES / "cuda"
@@ -54,6 +57,7 @@ COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TU
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "emit": 768, "radix": 768, "merge": 768}
 RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280, "adamw": 1280, "add_addends": 1024}
+RESIDENT |= {"compare": 1024, "list_changes": 1280}
 RESIDENT_OTHERS = 1536
 NVCC = shutil.which("nvcc") is not None
 
@@ -64,7 +68,9 @@ def some(file: str, architecture: int) -> tuple[str, ...]:
     return of_file[ARCHITECTURES.index(architecture) * 3 % len(of_file)]
 
 
-COMPILED_BY_NVCC = [(*variant, 90) for i, variant in enumerate(EVERY) if "INDEX=int" in variant[1] or i % 3 == 0]
+COMPILED_BY_NVCC = [
+    (*variant, 90) for i, variant in enumerate(EVERY) if "INDEX=long long" not in variant[1] or i % 3 == 0
+]
 CASES = [(*variant, 90) for variant in EVERY if not NVCC or (*variant, 90) not in COMPILED_BY_NVCC]
 CASES += [(file, some(file, architecture), architecture) for architecture in ARCHITECTURES for file in FILES]
 

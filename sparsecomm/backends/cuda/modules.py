@@ -22,6 +22,7 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 _LAUNCH_ONLY = {"sample_sectors", "radix_max_size", "spare_candidates", "filter_blocks", "tail_blocks"}
 _LAUNCH_ONLY |= {"by_warp_min_chunk", "by_warp_part"}
+_UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
 
@@ -51,6 +52,7 @@ class Tuning:
     dense_threads: int = 256
     densify_tile: int = 4096  # elements that a block writes
     packed_threads: int = 256  # in unpack also the words of a tile
+    patch_threads: int = 512
 
     # Only for the launch code (`_LAUNCH_ONLY`):
     sample_sectors: int = 32768  # maximum sectors of 32 bytes in a sample
@@ -148,6 +150,11 @@ def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: boo
     sent = f"CODEC={kind.codec}", f"VALUE_BYTES={itemsize}", f"VALUE_PLANES={kind.planes}"
     blocks = f"VALUE_BLOCK={kind.block}", f"SHARED_BYTES={kind.shared}"
     return (*sent, *blocks, _format("ACC", acc), _index(int64_indices))
+
+
+def patch_definitions(itemsize: int) -> tuple[str, ...]:
+    """Return the type definitions of patches.cu for elements of ``itemsize`` bytes."""
+    return (f"ELEMENT={_UNSIGNED[itemsize]}",)
 
 
 def _format(name: str, dtype: DType) -> str:

@@ -1,0 +1,162 @@
+"""Weights: their dtypes (`DTYPES`), their memory and copies of it, and how the codec reads their elements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsecomm.errors import InvalidInputError, listed
+from sparsecomm.patches import _codec, cuda
+from sparsecomm.tensors import _dlpack, interop
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.dtypes import DTYPES as OF_GRADIENTS
+from sparsecomm.tensors.dtypes import DType
+from sparsecomm.tensors.interop import CPU, Tensor
+
+_SAMPLE = 4096  # elements that decide which classes there are
+# Position and width of the exponent, by dtype; the sign is the highest bit.
+_EXPONENTS = {
+    "float16": (10, 5),
+    "bfloat16": (7, 8),
+    "float32": (23, 8),
+    "float64": (52, 11),
+    "float8_e4m3fn": (3, 4),
+    "float8_e4m3fnuz": (3, 4),
+    "float8_e4m3b11fnuz": (3, 4),
+    "float8_e5m2": (2, 5),
+    "float8_e5m2fnuz": (2, 5),
+}
+_ITEMSIZES = {
+    **dict.fromkeys((name for name in _EXPONENTS if name.startswith("float8")), 1),
+    **{f"{sign}int{8 * size}": size for size in (1, 2, 4, 8) for sign in ("", "u")},
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+_PARTS = {"complex64": "float32", "complex128": "float64"}  # dtypes with two parts
+DTYPES: Mapping[str, DType] = OF_GRADIENTS | {
+    name: DType(name, -1, itemsize, "<u1") for name, itemsize in _ITEMSIZES.items()
+}
+
+
+class Weight(NamedTuple):
+    """A named tensor. ``dtype`` names the type of its elements; the tensor itself may have unsigned integers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+
+
+def tensor_of(obj: Any, name: str, *, writable: bool = False) -> Tensor:
+    """Return the memory of an array of any of `DTYPES`; raise `InvalidInputError` if it cannot be used."""
+    obj = getattr(obj, "detach", lambda: obj)()  # a parameter of PyTorch
+    dtype = str(getattr(obj, "dtype", "")).removeprefix("torch.")
+    if dtype.startswith("float8") and (torch := sys.modules.get("torch")) and isinstance(obj, torch.Tensor):
+        # PyTorch 2.6 exports no float8.
+        t = interop.tensor(obj.view(torch.uint8), name, writable=writable, dtypes=DTYPES)
+        return Tensor(t.pointer, t.size, t.shape, DTYPES[dtype], t.device, t.readonly, t.owner, t.stream)
+    return interop.tensor(obj, name, writable=writable, dtypes=DTYPES)
+
+
+def weights_of(tensors: object, *, writable: bool = False) -> dict[str, Weight]:
+    """Return the weights in a mapping or in pairs of names and tensors, or a single tensor, which gets the name ""."""
+    pairs = [("", tensors)] if interop.is_tensor(tensors) else interop.named(tensors)
+    found = {}
+    for name, obj in pairs:
+        t = tensor_of(obj, name or "tensor", writable=writable)
+        if name in found:
+            raise InvalidInputError(f"tensors: the name {name!r} appears twice; names must be unique")
+        found[name] = Weight(name, t.dtype.name, t.shape, t)
+    return found
+
+
+def check_names(expected: Mapping[str, object], found: Mapping[str, object], what: str) -> None:
+    """Raise `InvalidInputError` unless the same names are expected and found."""
+    if expected.keys() != found.keys():
+        parts = {"missing": expected.keys() - found.keys(), "not expected:": found.keys() - expected.keys()}
+        seen = "; ".join(f"{part} {listed(sorted(names))}" for part, names in parts.items() if names)
+        raise InvalidInputError(f"{what}: {seen}. Pass the same tensors, with the same names")
+
+
+def same_kinds(weights: Mapping[str, Weight], others: Mapping[str, Weight]) -> bool:
+    """Return whether weights have equal names, dtypes and shapes."""
+    kinds, other_kinds = ({name: weight[1:3] for name, weight in each.items()} for each in (weights, others))
+    return kinds == other_kinds
+
+
+def updated(copies: dict[str, Weight], weights: Mapping[str, Weight], *, on_host: bool) -> dict[str, Weight]:
+    """Copy weights into ``copies`` if these are of the same kind, else into new memory; return the copies."""
+    if not same_kinds(copies, weights):
+        copies = {name: weight._replace(tensor=_empty_like(weight.tensor, on_host)) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        copy_tensor(weight.tensor, copies[name].tensor)
+    return copies
+
+
+def _empty_like(t: Tensor, on_host: bool) -> Tensor:
+    if on_gpu(t) and not on_host:
+        return cuda.empty_like(t)
+    memory = np.empty(t.nbytes, np.uint8)
+    return Tensor(_dlpack.address(memory), t.size, t.shape, t.dtype, CPU, False, memory)
+
+
+def on_gpu(*tensors: Tensor) -> bool:
+    """Return whether one of the tensors is on a GPU."""
+    return any(t.device.kind == "cuda" for t in tensors)
+
+
+def host_tensor(data: Array) -> Tensor:
+    """Return bytes in host memory as a tensor."""
+    return Tensor(_dlpack.address(data), data.size, data.shape, DTYPES["uint8"], CPU, False, data)
+
+
+def bytes_of(t: Tensor) -> Array:
+    """Return the bytes of a tensor in host memory: a view, or a copy of a GPU's."""
+    if not on_gpu(t):
+        return host_view(t)
+    copied = np.empty(t.nbytes, np.uint8)
+    cuda.copy(t, host_tensor(copied))
+    return copied
+
+
+def host_view(t: Tensor) -> Array:
+    """Return the bytes of a tensor in host memory, without a copy."""
+    array: Array = _dlpack.view(t.pointer, t.nbytes, np.dtype(np.uint8), t.readonly, t)
+    return array
+
+
+def copy_tensor(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor to another one with as many bytes, on any devices."""
+    if on_gpu(source, target):
+        cuda.copy(source, target)
+    else:
+        host_view(target)[:] = host_view(source)
+
+
+def layout(dtype: str, lowest: int) -> _codec.Layout:
+    """Return how to read elements of a dtype. ``lowest``: see `lowest_class`."""
+    part = _PARTS.get(dtype, dtype)
+    shift, bits = _EXPONENTS.get(part, (1, 0))
+    return _codec.Layout(DTYPES[part].itemsize, shift, 2**bits - 1, lowest, bits > 0, 2 if part != dtype else 1)
+
+
+def lowest_class(dtype: str, t: Tensor) -> int:
+    """Return the exponent of the lowest class, so that the highest class has the largest exponents of the tensor.
+
+    Changes are rare among the few weights above, and frequent among those below, whatever their exponent.
+    """
+    part = _PARTS.get(dtype, dtype)
+    if part not in _EXPONENTS or not t.size:
+        return 0
+    (shift, bits), itemsize = _EXPONENTS[part], DTYPES[part].itemsize
+    if on_gpu(t):
+        sample = cuda.sample(t, itemsize, _SAMPLE)
+    else:
+        elements = host_view(t).view(f"<u{itemsize}")
+        sample = elements[:: max(1, len(elements) // _SAMPLE)].astype(np.int64)
+    exponents = np.sort((sample >> shift) & (2**bits - 1))
+    return max(0, int(exponents[len(exponents) * 127 // 128]) - (_codec.CLASSES - 1))

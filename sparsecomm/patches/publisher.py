@@ -1,0 +1,285 @@
+"""`Publisher`: writes versions of weights to a folder, as patches and anchors."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent import futures
+from contextlib import suppress
+from typing import Literal, NamedTuple
+
+from sparsecomm.checks import check_choice, quote, to_int
+from sparsecomm.errors import InvalidInputError, PatchError
+from sparsecomm.patches.codec import diff_weights, read_patch, version_of_weights
+from sparsecomm.patches.elements import Weight, same_kinds, updated, weights_of
+from sparsecomm.patches.safetensors import check_names_and_dtypes, compressed
+from sparsecomm.patches.sources import path_of
+from sparsecomm.patches.versions import MANIFEST, File, Version, dump, parse
+from sparsecomm.signals import deferred
+from sparsecomm.tensors import interop
+
+_KEPT_ANCHORS = 2  # the newest one and, in case it is damaged or still being read, the one before
+_PATCH, _ANCHOR = ".patch", ".safetensors.gz"
+_VERSION = r"v\d{9,}-[0-9a-f]{8}(\.patch|\.safetensors\.gz)"
+_WRITTEN = re.compile(rf"{_VERSION}|\.({_VERSION}|versions\.json)-[0-9a-f]{{8}}\.part")  # by a publisher
+
+
+class Published(NamedTuple):
+    """What `Publisher.publish` has written.
+
+    Attributes:
+        version: number of the version.
+        step: as passed to `publish`.
+        patch_bytes: size of the patch; 0 if there is none.
+        anchor_bytes: size of the anchor; 0 if there is none.
+        changed: number of elements that differ from the previous version; -1 if it is unknown.
+    """
+
+    version: int
+    step: int
+    patch_bytes: int
+    anchor_bytes: int
+    changed: int
+
+
+class _Publication(futures.Future[Published]):
+    """The future of a version in the background, and whether it has been asked for its result or exception."""
+
+    asked = False
+
+    def result(self, timeout: float | None = None) -> Published:
+        self.asked |= futures.wait([self], timeout).done == {self}
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.asked |= futures.wait([self], timeout).done == {self}
+        return super().exception(0)
+
+
+class Publisher:
+    """Writes versions of weights to a folder, for every `Subscriber` that reads it.
+
+        publisher = Publisher(model.state_dict(), "/shared/weights")
+        for step in range(steps):
+            train()
+            publisher.publish(step)
+
+    A version is a patch to the version before, and every so often also an anchor: all weights, compressed, from which
+    others begin. An anchor is a file of safetensors that gzip has compressed. A file appears under its name only when
+    it is complete, and the list of versions, versions.json, names it only then. One publisher writes to a folder.
+    """
+
+    def __init__(
+        self,
+        tensors: object,
+        folder: str | os.PathLike[str],
+        *,
+        anchor_every: int = 100,
+        copy: Literal["device", "host"] = "device",
+    ) -> None:
+        """Prepare to publish tensors.
+
+        If the tensors equal the newest version in the folder, as when training resumes from it, the next version is a
+        patch; otherwise it is an anchor.
+
+        Args:
+            tensors: an array, or a mapping of names to arrays, such as ``model.state_dict()``: contiguous, of any dtype
+                of safetensors.
+            folder: created if necessary.
+            anchor_every: the maximum number of versions from an anchor to the next, at least 1. There is also an anchor
+                when all patches since the last one have more bytes than an anchor.
+            copy: where to keep the previous version: on the device of the weights, or in host memory.
+
+        Raises:
+            InvalidInputError: an argument cannot be used.
+            OSError: the folder cannot be written.
+        """
+        every = to_int(anchor_every, 1)
+        if every is None:
+            raise InvalidInputError(f"anchor_every={quote(anchor_every)}: expected a number of patches, at least 1")
+        check_choice("copy", copy, ("device", "host"))
+        self._folder = path_of(folder)
+        if not isinstance(tensors, Mapping) and not interop.is_tensor(tensors):
+            tensors = interop.named(tensors)  # of an iterator
+        self._tensors, self._every, self._on_host = tensors, every, copy == "host"
+        self._running: _Publication | None = None
+        self._last: dict[str, Weight] = {}  # copies of the last version
+        self._spare: dict[str, Weight] = {}  # for the snapshot of a publication in the background
+        weights = weights_of(tensors)
+        check_names_and_dtypes(weights)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Lists of versions that may be in the folder: two, if an error left open whether the last one was written.
+        self._manifests = [self._read_manifest()]
+        with suppress(PatchError):
+            versions = parse(self._manifests[0])
+            if versions and versions[-1].weights == version_of_weights(weights):
+                self._last = updated({}, weights, on_host=self._on_host)
+
+    def publish(self, step: int, tensors: object = None) -> Published:
+        """Write the weights as the next version, and return when it can be read.
+
+        Args:
+            step: a number for subscribers, at least 0; need not increase.
+            tensors: other tensors than those of the constructor, for programs that replace their arrays, as in JAX.
+
+        Raises:
+            InvalidInputError: an argument cannot be used, or another publisher has written to the folder.
+            OSError: a file cannot be written. The version does not exist; the next one will contain its changes.
+        """
+        self.wait()
+        step, weights = self._check(step, tensors)
+        published = self._publish(step, weights)
+        self._last = updated(self._last, weights, on_host=self._on_host)
+        return published
+
+    def publish_in_background(self, step: int, tensors: object = None) -> futures.Future[Published]:
+        """Copy the weights, and write the version in another thread while they change.
+
+        It takes memory for a second copy. If the previous version is still being written, wait for it first.
+
+        Args:
+            step, tensors: as in `publish`.
+
+        Returns:
+            a future, which cannot be cancelled. Its ``result()`` raises errors of writing. If you have not asked it for
+            its result or its exception, the next call of a method raises them.
+
+        Raises:
+            InvalidInputError: an argument cannot be used.
+        """
+        self.wait()
+        step, weights = self._check(step, tensors)
+        snapshot = self._spare = updated(self._spare, weights, on_host=self._on_host)
+        future = _Publication()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
+
+        def run() -> None:
+            try:
+                published = self._publish(step, snapshot)
+                self._last, self._spare = snapshot, self._last
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(published)
+
+        self._start(threading.Thread(target=run, name="sparsecomm publisher"), future)
+        return future
+
+    @deferred
+    def _start(self, thread: threading.Thread, future: _Publication) -> None:
+        """Start a thread, and remember its future; signal handlers wait until then."""
+        thread.start()
+        self._running = future
+
+    def wait(self) -> None:
+        """Wait until the version in the background is written; raise its error unless you have asked its future."""
+        if self._running is not None:
+            futures.wait([self._running])
+            running, self._running = self._running, None
+            if not running.asked:
+                running.result()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and free the copies."""
+        try:
+            self.wait()
+        finally:
+            if self._running is None:  # else an interrupt has ended the wait
+                self._last, self._spare = {}, {}
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, step: object, tensors: object) -> tuple[int, dict[str, Weight]]:
+        number = to_int(step)
+        if number is None:
+            raise InvalidInputError(f"step={quote(step)}: expected a number of at least 0")
+        weights = weights_of(self._tensors if tensors is None else tensors)
+        check_names_and_dtypes(weights)
+        return number, weights
+
+    def _publish(self, step: int, weights: dict[str, Weight]) -> Published:
+        """Write the next version, and the list of versions."""
+        versions = self._versions()
+        last = versions[-1] if versions else Version(0, 0, "")
+        patch, changed = b"", -1
+        if self._last and same_kinds(self._last, weights):
+            patch = diff_weights(self._last, weights)
+            described = read_patch(patch)
+            after, changed = described.after, described.changed
+        if not patch or described.before != last.weights:  # there is no copy of the last version
+            patch, after, changed = b"", version_of_weights(weights), -1
+        name = f"v{last.number + 1:09}-{after[:8]}"
+        patch_file = anchor_file = None
+        if after != last.weights:
+            if patch:
+                patch_file = self._write(name + _PATCH, [patch])
+            if not patch or self._needs_anchor(versions, len(patch)):
+                anchor_file = self._write(name + _ANCHOR, compressed(weights, {"version": after}))
+        before = last.weights if patch_file else ""
+        versions.append(Version(last.number + 1, step, after, before, patch_file, anchor_file))
+        with_anchor = [i for i, version in enumerate(versions) if version.anchor]
+        self._keep(versions[with_anchor[-_KEPT_ANCHORS] if len(with_anchor) >= _KEPT_ANCHORS else 0 :])
+        patch_bytes, anchor_bytes = (file.nbytes if file else 0 for file in (patch_file, anchor_file))
+        return Published(last.number + 1, step, patch_bytes, anchor_bytes, changed)
+
+    def _needs_anchor(self, versions: Sequence[Version], nbytes: int) -> bool:
+        """Return whether an anchor is due with a patch of ``nbytes`` bytes: by number, or because it is shorter."""
+        for count, version in enumerate(reversed(versions), 1):
+            if version.anchor:
+                return count >= self._every or nbytes > version.anchor.nbytes
+            nbytes += version.patch.nbytes if version.patch else 0
+        return True
+
+    def _versions(self) -> list[Version]:
+        """Return the versions in the folder, which no other publisher may have changed."""
+        data = self._read_manifest()
+        if data not in self._manifests:
+            raise InvalidInputError(
+                f"another publisher has written to {self._folder} meanwhile; stop one of them, or use two folders"
+            )
+        self._manifests = [data]
+        try:
+            return parse(data) if data else []
+        except PatchError:  # the new list replaces it
+            return []
+
+    def _read_manifest(self) -> bytes:
+        try:
+            return (self._folder / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _keep(self, versions: Sequence[Version]) -> None:
+        """Write the list of versions, and delete files that it does not name."""
+        manifest = dump(versions)
+        self._manifests.append(manifest)
+        self._write(MANIFEST, [manifest])
+        self._manifests = [manifest]
+        kept = {file.name for version in versions for file in (version.patch, version.anchor) if file}
+        with suppress(OSError):  # the version exists; the next publication tries again
+            for path in self._folder.iterdir():
+                if path.name not in kept and _WRITTEN.fullmatch(path.name):
+                    with suppress(OSError):
+                        path.unlink()
+
+    def _write(self, name: str, data: Iterable[bytes]) -> File:
+        """Write a file under a temporary name, make it durable, and rename it."""
+        part = self._folder / f".{name}-{secrets.token_hex(4)}.part"
+        try:
+            with part.open("xb") as file:
+                size = sum(file.write(piece) for piece in data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, self._folder / name)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+        return File(name, size)
