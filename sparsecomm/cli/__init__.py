@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from sparsecomm import SparseCommError, __version__
-from sparsecomm.cli import bench, info, plan, selftest, trace, tune
+from sparsecomm.cli import bench, info, patch, plan, selftest, trace, tune
 from sparsecomm.cli.world import Refused
 from sparsecomm.transport import job
 
@@ -24,6 +24,7 @@ from sparsecomm.transport import job
 COMMANDS: dict[str, Any] = {
     "bench": bench,
     "info": info,
+    "patch": patch,
     "plan": plan,
     "selftest": selftest,
     "trace": trace,
