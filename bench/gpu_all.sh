@@ -33,7 +33,7 @@ done
 
 # PART:SECONDS, the most valuable first. After SECONDS a part is interrupted, and writes the results that it has.
 parts=(tests:240 sanitizer:120 step-124M:120 step-354M:120 step-985M:150 selection-25.6M:120 selection-110M:120
-    selection-1000M:180 kernels:60 training-4:600 training-8:600)
+    selection-1000M:180 kernels:60 patches:60 training-4:600 training-8:600)
 
 # Prints the command of a part ($1) that has $2 seconds.
 command_of() {
@@ -44,6 +44,7 @@ command_of() {
         sanitizer) echo "compute-sanitizer --tool memcheck --error-exitcode 1 '$python' -m tests.gpu.every_kernel 5000" ;;
         step-*) echo "$bench step --models ${1#step-}" ;;
         selection-*) local size=${1#selection-} && echo "$bench selection --sizes ${size%M}e6" ;;
+        patches) echo "'$python' -m bench.patches speed --device cuda" ;;
         kernels) echo "$bench merging packing others --sizes 25.6e6" ;;
         training-4) echo "'$python' -m bench.gpu_training --ranks 4 --batch 2 $training" ;;
         training-8) echo "'$python' -m bench.gpu_training --ranks 8 --batch 1 --ways sparse $training" ;;
