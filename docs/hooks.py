@@ -41,8 +41,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return absolute(PLOT.sub(r"\1results/", markdown), Path(page.file.abs_src_path or DOCS), keep=DOCS)
 
 
-NAME = re.compile(r"(?<!<pre>)<code>((?:sparsecomm\.)?(?:(?:torch|jax)\.)?\w+(?:\.\w+)?)</code>")
-ENTRY = re.compile(r"^::: (sparsecomm\.(?:torch\.|jax\.|api\.)?(\w+))$", re.MULTILINE)
+NAME = re.compile(r"(?<!<pre>)<code>((?:sparsecomm\.)?(?:(?:torch|jax|patches)\.)?\w+(?:\.\w+)?)</code>")
+ENTRY = re.compile(r"^::: (sparsecomm\.(?:torch\.|jax\.|patches\.|api\.)?(\w+))$", re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -53,7 +53,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def link(match: re.Match[str]) -> str:
         name, _, member = match[1].rpartition("sparsecomm.")[2].partition(".")
-        if name in ("torch", "jax") or name not in entries:
+        if name in ("torch", "jax", "patches") or name not in entries:
             return match[0]
         identifier = f"{entries[name]}.{member}" if member else entries[name]
         return f'<autoref optional identifier="{identifier}">{match[0]}</autoref>'

@@ -173,6 +173,11 @@ def options(name: str) -> list[list[str]]:
     COMMANDS[name].add_arguments(parser)
     rows = [["option", "meaning"]]
     for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for choice in action._choices_actions:
+                words = [choice.dest, *(str(each.metavar) for each in action.choices[choice.dest]._actions[1:])]
+                rows.append([f"`{' '.join(words)}`", _cell(choice.help or "")])
+            continue
         value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else "")
         value = "" if action.nargs == 0 else f" {value or action.dest.upper()}"
         names = ", ".join(f"`{option}{value}`" for option in action.option_strings) or f"`{value.strip()}`"

@@ -57,6 +57,20 @@ def test_jax_optax() -> None:
     assert float(sent[1]) < float(sent[2]) / 5
 
 
+def test_patches() -> None:
+    pytest.importorskip("torch")
+    output = run(sys.executable, str(ROOT / "examples/patches.py"), "--steps", "10")
+    assert re.search(r"^The PyTorch receiver has answered \d+ requests$", output, re.MULTILINE), output
+    assert "Both receivers have the weights of step 10, bit for bit" in output
+    fraction = re.search(r"patch: [\d,]+ bytes per step, 1/(\d+) of it", output)
+    bits = re.search(r"^([\d.]+)% of the weights change per step, in ([\d.]+) bits each$", output, re.MULTILINE)
+    assert fraction is not None, output
+    assert bits is not None, output
+    assert int(fraction[1]) > 50
+    assert 0 < float(bits[1]) < 10
+    assert 1 < float(bits[2]) < 12
+
+
 @needs_mpirun
 @needs_survivors
 def test_lost_rank() -> None:
