@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from sparsecomm.errors import InvalidInputError, PatchError
 from sparsecomm.patches import apply, diff, read_patch
 from sparsecomm.patches.codec import MAGIC, TensorPatch
+from sparsecomm.patches.elements import layout
 from tests import data
 
 NAMES = (
@@ -292,6 +293,24 @@ def test_headers_that_claim_much_take_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_header_with_a_name_twice_is_refused() -> None:
+    old, patch = small()
+
+    def change(header: list[Any]) -> None:
+        header[1][1] = header[1][0]
+
+    refuse(rewritten(patch, change), old, PatchError)
+
+
+def test_errors_name_the_tensor_and_integers_have_no_exponent() -> None:
+    read_only = {"weight": np.zeros(3)}
+    read_only["weight"].flags.writeable = False
+    with pytest.raises(InvalidInputError, match=r"^weight: "):
+        apply(diff(read_only, {"weight": np.ones(3)}), read_only)
+    assert layout("float16", 0).is_float
+    assert not layout("int32", 0).is_float
 
 
 # Sizes, threads, interrupts.

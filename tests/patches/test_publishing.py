@@ -18,6 +18,8 @@ import pytest
 
 from sparsecomm.errors import InvalidInputError, PatchError
 from sparsecomm.patches import Folder, Publisher, Subscriber, apply, diff
+from sparsecomm.patches.elements import host_view
+from sparsecomm.patches.safetensors import map_weights
 from sparsecomm.patches.versions import parse
 from tests.interrupts import InterruptError, interrupted
 from tests.patches import histories
@@ -520,3 +522,22 @@ def test_after_an_interrupt_at_any_place_all_goes_on(doing: str, tmp_path: Path)
         publisher.close()
         at, came = at + 29, points.interrupts
     assert at > 29
+
+
+def test_what_is_missing_is_said_and_other_tensors_are_checked(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+    subscriber = Subscriber(weights, tmp_path)
+    assert subscriber.update() is None
+    assert "nothing has been published" in subscriber.problems[0]
+    publisher = Publisher(weights, tmp_path)
+    with pytest.raises(InvalidInputError, match="complex128"):
+        publisher.publish(0, {"z": np.zeros(3, np.complex128)})
+    assert not any(tmp_path.iterdir())
+
+
+def test_tensors_of_a_file_may_be_listed_in_any_order(tmp_path: Path) -> None:
+    entries = {"b": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}
+    entries["a"] = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    header = json.dumps(entries).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + bytes([1, 2, 3]))
+    found = {name: bytes(host_view(weight.tensor)) for name, weight in map_weights(tmp_path / "file").items()}
+    assert found == {"a": b"\1", "b": b"\2\3"}
