@@ -1,4 +1,4 @@
-"""Bits, speed and delivery of patches of weights, beside other ways.
+"""Measure the size, speed and delivery of patches of weights, and compare them with other formats and programs.
 
     python -m bench.patches bits                        simulated weights, 2 minutes
     python -m bench.patches trained                     a transformer of 11.6M weights that trains, 15 minutes
@@ -13,8 +13,8 @@
 - ``trained``: the same for weights of a transformer, at three learning rates. "grail" is the layout of its
   ``sparse_codec`` (rows as differences of 8 bits, columns of 16 bits, new values, compressed by zstd, level 1).
   "Index, value" has 32 and 16 bits.
-- ``files``: bytes and seconds to make and to apply a patch between files of safetensors, with threads as each command
-  uses by default: for checkpoints of the transformer, and for simulated weights. ``--levels``: of zstd.
+- ``files``: bytes and seconds to make and to apply a patch between files of safetensors, with each command's default
+  number of threads: for checkpoints of the transformer, and for simulated weights. ``--levels``: of zstd.
 - ``speed``: medians and quartiles of interleaved runs; with ``--device cuda`` on a GPU, beside PyTorch.
 - ``delivery``: the time from ``publish`` on rank 0 until all other ranks have applied the version, over `Ranks`; the
   floor is the time of the bytes on rank 0's link and two round trips.
@@ -61,10 +61,10 @@ VERSIONS, STEPS = 24, 8  # per learning rate, and steps per version in every sec
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("what", choices=list(KINDS))
-    parser.add_argument("--elements", type=int, default=100_000_000, help="of speed and delivery (100,000,000)")
-    parser.add_argument("--changed", type=float, default=0.01, help="share of changed weights (0.01)")
+    parser.add_argument("--elements", type=int, default=100_000_000, help="of speed, files and delivery (100,000,000)")
+    parser.add_argument("--changed", type=float, default=0.01, help="share of them that changes (0.01)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of speed (cpu)")
-    parser.add_argument("--repeats", type=int, default=15, help="of timed runs (15)")
+    parser.add_argument("--repeats", type=int, default=15, help="of speed and delivery (15)")
     parser.add_argument("--levels", type=int, nargs="+", default=[3, 19], help="of zstd (3 19)")
     parser.add_argument("--warmup", type=int, default=150, help="training steps before `trained` and `files` (150)")
     parser.add_argument("--rate", type=float, default=200e6, help="bits per second of the link, for the floor (200e6)")
@@ -85,7 +85,7 @@ def bits(args: argparse.Namespace) -> list[Row]:
 
 
 def simulated(rate: float, steps: int, n: int = 2_000_000) -> tuple[Array, Array]:
-    """Return consecutive versions of weights that AdamW moves by noise and a drift."""
+    """Return the last two versions of weights that AdamW moves by noise and a drift."""
     rng = np.random.default_rng(0)
     masters, drift = (rng.standard_normal(n).astype(np.float32) * np.float32(scale) for scale in (0.02, 0.1))
     momentum, new = np.zeros(n, np.float32), bfloat16(masters)
@@ -159,7 +159,7 @@ class Training:
         self._step += 1
 
     def versions(self, rate: float, count: int) -> list[dict[str, torch.Tensor]]:
-        """Train on with a learning rate, and return the weights in bfloat16, now and after each step."""
+        """Continue training with a learning rate; return ``count`` versions in bfloat16: now, and after each step."""
         self.optimizer.param_groups[0]["lr"] = rate
         found = []
         for step in range(count):
@@ -262,7 +262,7 @@ def of_files(old: Path, new: Path, levels: list[int], repeats: int) -> list[Row]
 
 
 def apply_file(old: Path, patch: Path, out: Path) -> None:
-    """Write a file that a patch makes from another one."""
+    """Apply a patch to a file, and write the result to another one."""
     shutil.copyfile(old, out)
     apply_to(patch.read_bytes(), map_weights(out, writable=True))
 
@@ -416,8 +416,8 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], list[Row] | None], str, li
             ("receivers", lambda row: row["receivers"]),
             ("patch, bytes", lambda row: row["bytes"]),
             ("floor, s", report.number("floor")),
-            ("seconds", report.number("seconds")),
-            ("of which publish", report.number("published")),
+            ("delivery, s", report.number("seconds")),
+            ("publish alone, s", report.number("published")),
             ("/ floor", report.number("ratio", ".2f")),
         ],
     ),
@@ -425,7 +425,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], list[Row] | None], str, li
 
 
 def publish(args: argparse.Namespace, rows: list[Row]) -> None:
-    """Show the results, and add them to the files."""
+    """Print the results, and add them to the files."""
     stored: dict[str, Any] = {}
     if args.write is not None and (path := args.write.with_name(args.write.name + ".json")).exists():
         stored = json.loads(path.read_text())

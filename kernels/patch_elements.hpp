@@ -1,4 +1,4 @@
-// What the CPU and CUDA kernels of patches share: sizes, classes, the order of values, and hashes.
+// Shared by the CPU and CUDA kernels of patches: sizes, classes, the order of values, and hashes.
 #pragma once
 
 #include "formats.hpp"
@@ -18,7 +18,7 @@ SPARSECOMM_ANYWHERE uint32_t class_of(U bits, uint32_t shift, uint32_t mask, uin
     return above < CLASSES ? above : CLASSES - 1;
 }
 
-// The order of all values of a type, as unsigned integers; and back.
+// Maps the bits of a value to its place in the order of all values of its type, an unsigned integer; and back.
 template <class U>
 SPARSECOMM_ANYWHERE U ordered(U bits, bool is_float) {
     constexpr U SIGN = U(U(1) << (8 * sizeof(U) - 1));
@@ -30,11 +30,11 @@ SPARSECOMM_ANYWHERE U unordered(U place, bool is_float) {
     return !is_float ? place : place & SIGN ? U(place & ~SIGN) : U(~place);
 }
 
-// The hash of a block is the sum of a hash of each 64-bit word, which has a key for each of its places. Sums of blocks do not
-// depend on the order in which they are added, so that threads and GPUs compute the same digest. It recognizes damage and other
-// weights; an attacker can make collisions.
-//
-// SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014).
+// To hash a block, hash each 64-bit word with the key of its place, add up the hashes, and mix the sum with the block's number.
+// Sums do not depend on the order, so threads and GPUs compute the same digest. It detects damage and other weights, but an
+// attacker can make collisions.
+
+// The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15u;
 SPARSECOMM_ANYWHERE constexpr uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -44,7 +44,7 @@ SPARSECOMM_ANYWHERE constexpr uint64_t mix(uint64_t x) {
 SPARSECOMM_ANYWHERE constexpr uint64_t key_of_place(uint64_t place) { return mix((place + 1) * GOLDEN); }
 
 // Multiplies the halves of the word after adding its key (NH, Black et al., CRYPTO 1999), and adds the word with its halves
-// exchanged, so that it counts even if one factor is 0.
+// exchanged, so that every bit counts even if one factor is 0.
 SPARSECOMM_ANYWHERE uint64_t hash_with_key(uint64_t word, uint64_t key) {
     const uint64_t keyed = word ^ key;
     return (keyed & 0xffffffffu) * (keyed >> 32) + (word << 32 | word >> 32);

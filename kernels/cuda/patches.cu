@@ -1,4 +1,4 @@
-// The codec of patches on tensors of a device: see kernels/patches/patches.hpp. The host codes and decodes.
+// The part of the codec of patches that runs on the device: see kernels/patches/patches.hpp. The host codes and decodes.
 //
 //   compare         counts elements by class, and changes, in each block; adds up hashes   reads both versions
 //   offsets         turns these counts into prefix sums within each piece                  reads and writes the counts
@@ -8,13 +8,13 @@
 //                                                                                          for each of its elements
 //   write_changes   writes new elements to the tensor                                      reads and writes changes
 //
-// To compare: compare, offsets, list_changes. To locate: compare of one version, offsets, place_changes, find_changes. A place
-// is a number within a piece: elements in the order of classes, and within a class of ranks.
+// To compare: compare, offsets, list_changes. To locate: compare of one version, offsets, place_changes, find_changes. An
+// element's place is its number in its piece, in the order of classes and, within a class, of ranks.
 //
 // Compiled for ELEMENT, an unsigned integer. Tensors may begin at any multiple of its size. They are read in parts of whole
 // pieces; `first_block` is the number of a part's first block in the tensor. Grids: one block per piece for offsets, one per
-// PATCH_THREADS / 32 blocks of BLOCK bytes for find_changes, else any number. Accesses no other memory, whatever was decoded.
-// Deterministic: atomics add integers.
+// PATCH_THREADS / 32 blocks of BLOCK bytes for find_changes, else any number. Damaged patches never cause
+// accesses to other memory. Deterministic: atomics add integers.
 #define LOOK_BACK_WINDOWS 1  // saves registers
 #include "lookback.cuh"
 #include "patch_elements.hpp"
@@ -49,7 +49,7 @@ DEVICE u64 load_word(const Element* data, u64 i, u64 n) {
 // Returns element i of n, or zero after the last.
 DEVICE Element load(const Element* data, u64 i, u64 n) { return i < n ? data[i] : Element(0); }
 
-// Which lanes have an element of which class. All lanes make it.
+// Which lanes have an element of which class. All lanes must construct it together.
 struct Members {
     u32 bit[4];
 
@@ -65,7 +65,7 @@ struct Members {
     }
 };
 
-// Adds what each warp has to a word in device memory. All threads call it.
+// Adds the values of all warps to a word in device memory. All threads must call it.
 DEVICE void add(u64* sum, u64 of_warp) {
     u64 all;
     block_scan<PATCH_THREADS>(threadIdx.x % WARP == 0 ? of_warp : 0ull, &all);
@@ -77,7 +77,7 @@ DEVICE void add(u64* sum, u64 of_warp) {
 //   before, after     [in]   n elements. after: null for a single version
 //   first_block       [in]   see above
 //   shift, mask, low  [in]   see class_of
-//   ranks, changes    [out]  elements of each class, and changes, in each block; null: not wanted
+//   ranks, changes    [out]  elements of each class, and changes, in each block; or null
 //   sums              [in,out]  adds the hashes of before, and of after
 KERNEL void __launch_bounds__(PATCH_THREADS, 2)
 compare(const Element* before, const Element* after, u64 n, u64 first_block, u32 shift, u32 mask, u32 low, u32* ranks,
@@ -122,7 +122,7 @@ compare(const Element* before, const Element* after, u64 n, u64 first_block, u32
 //   ranks      [in,out]  elements of each class in each block; then in earlier blocks of its piece
 //   changes    [in,out]  the same for changes
 //   members    [out]     elements of each class in each piece
-//   starts     [out]     changes in earlier pieces, of each piece and after the last
+//   starts     [out]     changes before each piece, and in all pieces
 //   look_back  [in,out]  see lookback.cuh
 KERNEL void __launch_bounds__(PATCH_THREADS)
 offsets(u64 blocks, u32* ranks, u32* changes, u32* members, u64* starts, LookBack* look_back) {

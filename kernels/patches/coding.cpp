@@ -1,6 +1,6 @@
 // The bits of a piece. Sets of ranks are coded as gaps in Rice codes, whose parameter is sent: the gaps between changes that are
 // equally likely have a geometric distribution, for which such codes are within a few per cent of the entropy (Golomb 1966;
-// Gallager and Van Voorhis 1975). If more than half of the elements are in a set, the others are coded.
+// Gallager and Van Voorhis 1975). If a set contains more than half of the elements, the elements outside it are coded.
 #include <cstring>
 
 #include "patches.hpp"
@@ -10,11 +10,11 @@ namespace patches {
 
 namespace {
 
-constexpr unsigned ESCAPE = 24;      // a quotient from which the number itself follows
+constexpr unsigned ESCAPE = 24;      // from this quotient on, the number itself follows
 constexpr unsigned PARAMETER = 6;    // bits of a parameter of Rice codes
-constexpr unsigned LENGTH = 6;       // bits of the length of a number
+constexpr unsigned LENGTH = 6;       // bits of a number's length
 constexpr unsigned LEVELS = 64;      // sets of larger and larger numbers
-constexpr size_t FEW = 128;          // numbers up to which Rice codes need fewer bits than sets and their descriptions
+constexpr size_t FEW = 128;          // below this count, Rice codes take fewer bits than sets and their descriptions
 constexpr size_t PADDING = 16;       // bytes that may be read after the end
 
 unsigned length_of(uint64_t number) { return number ? 64 - unsigned(__builtin_clzll(number)) : 0; }
@@ -70,7 +70,7 @@ class Writer {
     unsigned used_ = 0;
 };
 
-// Reads zeros after the end, and then has failed.
+// Reads zeros after the end; then failed() is true.
 class Reader {
   public:
     Reader(const uint8_t* data, size_t bytes) : data_(data), next_(data), last_(data + bytes + PADDING - 8), bytes_(bytes) {}
@@ -104,7 +104,7 @@ class Reader {
 
   private:
     size_t position() const { return 8 * size_t(next_ - data_) - held_; }
-    void fill() {  // to at least 56 bits; what is above is the begin of the next byte
+    void fill() {  // to at least 56 bits. Higher bits already belong to the next byte
         uint64_t bits;
         std::memcpy(&bits, next_, 8);
         room_ |= bits << held_;
@@ -146,7 +146,8 @@ void put_numbers(Writer& writer, const T* values, size_t count) {
     for (size_t i = 0; i < count; i++) writer.rice(values[i], best);
 }
 
-// Writes a set of `count` increasing numbers below `size`: the gaps between those in the set, or between the others.
+// Writes a set of `count` increasing numbers below `size`: the gaps between them or, with `others`, between
+// the numbers outside the set.
 void put_set(Writer& writer, const uint32_t* set, size_t count, size_t size, bool others, std::vector<uint32_t>& gaps) {
     gaps.clear();
     uint32_t next = 0;
@@ -163,7 +164,7 @@ void put_set(Writer& writer, const uint32_t* set, size_t count, size_t size, boo
     put_numbers(writer, gaps.data(), gaps.size());
 }
 
-// Reads such a set. Fails if it is not below `size`.
+// Reads what put_set has written. Returns false if a number is not below `size`.
 bool get_set(Reader& from, uint32_t* set, size_t count, size_t size, bool others) {
     Reader reader = from;  // in registers
     const size_t coded = others ? size - count : count;
@@ -172,7 +173,7 @@ bool get_set(Reader& from, uint32_t* set, size_t count, size_t size, bool others
     uint32_t* out = set;
     for (size_t i = 0; i < coded; i++) {
         const uint64_t gap = reader.rice(parameter);
-        if (gap > size - next - (coded - i) || reader.failed()) return false;  // leave room for those that follow
+        if (gap > size - next - (coded - i) || reader.failed()) return false;  // leaves no room for the following numbers
         if (others)
             for (uint64_t end = next + gap; next < end;) *out++ = uint32_t(next++);
         else
@@ -185,8 +186,8 @@ bool get_set(Reader& from, uint32_t* set, size_t count, size_t size, bool others
     return true;
 }
 
-// Writes numbers. A distribution of small ones is rarely geometric: first come the numbers' low bits, then sets of the numbers
-// that are larger than 0, 1, 2 ... without these bits, and the last few in Rice codes.
+// Writes numbers, whose distribution is rarely geometric. First come their low bits. Then, for the numbers without these bits,
+// come the sets of those larger than 0, 1, 2 ... The last few numbers are in Rice codes.
 void put_values(Writer& writer, const uint64_t* values, size_t count, std::vector<uint32_t>& set, std::vector<uint32_t>& gaps) {
     double total = 0;
     for (size_t i = 0; i < count; i++) total += double(values[i]);
@@ -208,7 +209,7 @@ void put_values(Writer& writer, const uint64_t* values, size_t count, std::vecto
     }
 }
 
-// Reads such numbers, which must be 0 before. Fails if the bits are damaged.
+// Reads what put_values has written, into `values` that are 0. Returns false if the bits are damaged.
 bool get_values(Reader& reader, uint64_t* values, size_t count, std::vector<uint32_t>& set) {
     const unsigned low = unsigned(reader.get(PARAMETER));
     for (size_t i = 0; low && i < count; i++) values[i] = reader.get(low);

@@ -24,9 +24,9 @@ const Scan* best() {
 }
 
 std::atomic<const Scan*> chosen{best()};
-constexpr size_t AHEAD = 32;  // writes whose memory is already on the way to the cache
+constexpr size_t AHEAD = 32;  // writes for which memory is prefetched
 
-// Calls work(piece, first element, elements, sums) for all pieces, and adds up the sums. Throws std::bad_alloc if a piece did.
+// Calls work(piece, first element, elements, sums) for all pieces, and adds up the sums. Throws std::bad_alloc if one did.
 template <class Work>
 void for_each_piece(size_t n, int threads, Sums* sums, const Work& work) {
     const size_t pieces = (n + PIECE - 1) / PIECE;
@@ -47,7 +47,7 @@ void for_each_piece(size_t n, int threads, Sums* sums, const Work& work) {
 
 unsigned index_of(size_t itemsize) { return itemsize == 1 ? 0 : itemsize == 2 ? 1 : itemsize == 4 ? 2 : 3; }
 
-// Sorts changes by class. They are in the order of ranks within each class already.
+// Sorts changes by class. Within a class, they are already in the order of ranks.
 void sort(const uint8_t* label, const uint32_t* rank, const uint64_t* distance, size_t count, Changes& changes) {
     size_t at[CLASSES], total = 0;
     std::memset(changes.count, 0, sizeof changes.count);
@@ -86,7 +86,7 @@ std::vector<uint8_t> join(const std::vector<std::vector<uint8_t>>& pieces) {
     return out;
 }
 
-// Finds the begin of each piece. Returns false if the lengths do not add up.
+// Finds where each piece begins. Returns false if the lengths do not add up.
 bool split(const uint8_t* coded, size_t bytes, size_t pieces, std::vector<size_t>& begin) {
     begin.assign(pieces + 1, 0);
     if (!bytes) return true;

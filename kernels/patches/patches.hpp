@@ -1,4 +1,4 @@
-// The codec of patches: which elements of a tensor have changed, and how, coded with the old elements as context.
+// The codec of patches: finds, codes and applies the changed elements of a tensor. The old elements are the context.
 //
 // Every element belongs to a class, by the exponent of its old value. A change is its rank among the elements of its class, and
 // the distance to the new value in the order of all values. Ranks are coded as gaps. Both sides know the old elements, so
@@ -19,7 +19,7 @@ struct Elements {
     uint32_t itemsize;  // 1, 2, 4 or 8
     uint32_t shift, mask;
     uint32_t low;      // exponents up to this one are of class 0, and each larger one of the next class, up to CLASSES - 1
-    bool is_float;     // of sign and magnitude, rather than two's complement
+    bool is_float;     // sign and magnitude, rather than two's complement
 
     unsigned classes() const {
         const uint32_t above = mask > low ? mask - low : 0;
@@ -40,18 +40,17 @@ struct Sums {
     uint64_t before = 0, after = 0;
 };
 
-// Returns the digest of a tensor of `bytes` bytes from the sum of all of its blocks.
+// Returns the digest of a tensor of `bytes` bytes from the sum of its blocks' hashes.
 uint64_t digest_of(uint64_t sum, size_t bytes);
 
-// Returns the sum of a tensor's blocks. Reads it once.
+// Returns the sum of the hashes of a tensor's blocks. Reads the tensor once.
 uint64_t sum_of_blocks(const void* data, size_t bytes, int threads);
 
-// Codes the changes of a piece. Appends to `out`; appends nothing if there is none.
+// Codes the changes of a piece. Appends the bytes to `out`; none if nothing has changed.
 void encode(const Changes& changes, std::vector<uint8_t>& out);
 
-// Decodes what `encode` has appended, for a piece of `size` elements. Returns false if the bytes cannot come from it. Then, and
-// only then, `changes` is meaningless. If the piece has a class whose unchanged elements were coded, `members` of that class is
-// set, else 0.
+// Decodes what `encode` has appended, for a piece of `size` elements. Sets `members` of classes whose unchanged elements were
+// coded, and 0 for the others. Returns false if `encode` cannot have made the bytes; `changes` is then meaningless.
 bool decode(const uint8_t* data, size_t bytes, size_t size, Changes& changes);
 
 // Puts coded pieces together: the number of bytes of each, as uint32_t, then the bytes. Nothing if no piece has any.
@@ -67,12 +66,13 @@ std::vector<uint8_t> diff(const void* before, const void* after, size_t n, Eleme
 // Codes the changes of pieces that a device has compared. Appends the bytes of each piece to `coded`.
 //
 //   members                [in]  elements of each class in each piece
-//   starts                 [in]  the first change of each piece, and the end of the last; the others count from starts[0]
-//   label, rank, distance  [in]  of each change, by position
+//   starts                 [in]  the first change of each piece, and the end of the last
+//   label, rank, distance  [in]  of each change from starts[0] on, by position
 void encode(const uint32_t* members, const uint64_t* starts, size_t pieces, const uint8_t* label, const uint32_t* rank,
             const uint64_t* distance, int threads, std::vector<std::vector<uint8_t>>* coded);
 
-// Decodes `pieces` of the joined pieces of a tensor of n elements, without the tensor. Returns false if the bytes are damaged.
+// Decodes some joined pieces of a tensor of n elements: `pieces` pieces from piece `first` on. Returns false if the bytes are
+// damaged.
 bool decode(const uint8_t* coded, size_t bytes, size_t n, size_t first, size_t pieces, int threads,
             std::vector<Changes>* changes);
 
@@ -94,7 +94,7 @@ bool locate(const void* before, size_t n, Elements elements, const uint8_t* code
 // Writes new elements.
 void write(void* data, Elements elements, const std::vector<Located>& located, int threads);
 
-// Uses the named instruction set (portable, avx2, avx512) from now on; false if the processor does not support it.
+// Uses an instruction set (portable, avx2, avx512) from now on. Returns false if the processor does not support it.
 bool use_simd(const char* name);
 
 // The loops over elements of one instruction set, for elements of 1, 2, 4 and 8 bytes.

@@ -1,12 +1,12 @@
 // The loops over elements. Included by scan_*.cpp after their primitives, inside a namespace per instruction set. V is a vector
-// of 8 words, and Counts of several.
+// of 8 words, and Counts is a vector of 2 to 8 words.
 //   void planes<PLANES>(const uint8_t* label, uint64_t* plane)   puts bit k of 64 labels into plane[8 * k]
-//   Counts counts(V bits)                                        words that add up to the number of bits
+//   Counts counts(V bits)                                        words that add up to the number of set bits
 //   void add_lanes(const Counts* sums, const uint16_t* before, uint16_t* after)
-//       adds the words of each of 4 vectors, which have 4 fields of 16 bits, to 4 numbers
+//       adds up each of 4 vectors, whose words have 4 fields of 16 bits, and adds the 4 sums to 16 numbers
 //   size_t find(V bits, unsigned r)                              the position of set bit r
 //   unsigned count_below(V bits, unsigned end)                   how many of the first `end` bits are set
-//   size_t last_up_to(const uint16_t* sorted, unsigned limit)    the last of 16 numbers up to a limit; the first one is
+//   size_t last_up_to(const uint16_t* sorted, unsigned limit)    index of the last of 16 numbers up to `limit`; the first is
 //   uint64_t hash_block(const uint8_t* block)                    see `hash_word`
 
 template <class U>
@@ -18,8 +18,8 @@ inline uint8_t class_of(U element, const Elements& e) {
 constexpr size_t CHUNK = 1024;  // elements
 constexpr size_t AHEAD = 2;     // chunks whose memory is requested before they are used
 
-// Writes the exponents of CHUNK elements of types with at most 8 bits of exponent, in words of 16 bits, as SIMD registers have
-// no shifts of bytes.
+// Writes the exponents of CHUNK elements of a type with at most 8 bits of exponent. Shifts words of 16 bits, since SIMD has no
+// shifts of bytes.
 typedef uint16_t Words __attribute__((vector_size(64)));
 typedef uint8_t Half __attribute__((vector_size(32)));
 inline void exponents(const uint16_t* element, unsigned shift, uint32_t mask, uint8_t* out) {
@@ -55,7 +55,7 @@ inline void classify(const U* element, const Elements& e, uint8_t* label) {
     }
 }
 
-// The elements from i on, or if there are fewer than CHUNK, a copy that is filled up with zeros.
+// Returns the elements from i on. If there are fewer than CHUNK, returns a copy padded with zeros.
 template <class U>
 inline const U* chunk(const U* data, size_t i, size_t n, U* room) {
     if (n - i >= CHUNK) return data + i;
@@ -75,8 +75,8 @@ inline void copy(const U* from, U* to) {
     }
 }
 
-// Requests the memory of elements, and of those of another tensor, before they are used. A few cache lines at a time: more would
-// wait for each other, and hold up what follows.
+// Prefetches the elements of a tensor, and of another one. Does so a few cache lines at a time: more would wait for each other,
+// and delay later loads.
 template <class U>
 struct Ahead {
     const U *next, *end;
@@ -99,8 +99,8 @@ inline uint64_t hash_blocks(const U* data, size_t n, size_t first_block) {
     return sum;
 }
 
-// An index of the elements of a tile by class and rank: a bit per element in each of several planes, which are the bits of its
-// class and whether it has changed; and how many elements of each class the units before a unit contain.
+// An index of the elements of a tile by class and rank. Each element has a bit in each plane: 4 planes for its class, one for
+// whether it has changed. `before` counts the elements of each class in the units before each unit.
 struct Tile {
     static constexpr size_t UNIT = 512, UNITS = 16, SIZE = UNIT * UNITS;  // elements
     uint64_t plane[UNITS][5][8];
@@ -116,7 +116,7 @@ struct Tile {
                 ahead.request(sizeof(U));
             }
     }
-    // Counts, in a tile of `size` elements.
+    // Computes `before` and `total`, after all of the tile's `size` elements have been added.
     void count(size_t size) {
         alignas(32) uint16_t so_far[UNITS + 1][CLASSES] = {};
         for (size_t u = 0; u < units; u++) {
@@ -180,7 +180,7 @@ void compare(const void* before, const void* after, size_t n, Elements e, size_t
                 uint64_t differs = tile.plane[g / 8][4][g % 8];
                 uint16_t* out = changed + changes;
                 changes += size_t(__builtin_popcountll(differs));
-                do  // at least 3 without a branch, the last of which may be meaningless
+                do  // always writes 3 at once, without a branch; later ones overwrite those in excess
                     for (unsigned k = 0; k < 3; k++, differs &= differs - 1)
                         *out++ = uint16_t(64 * g + size_t(__builtin_ctzll(differs | uint64_t(1) << 63)));
                 while (differs);

@@ -1,4 +1,4 @@
-// Primitives for scan.inl in plain C++, for instruction sets that have no better ones. Needs
+// Primitives for scan.inl in plain C++, for instruction sets without faster ones. Requires
 //   unsigned popcount(uint64_t word)
 //   unsigned select(uint64_t word, unsigned r)   the position of set bit r
 

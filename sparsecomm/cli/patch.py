@@ -2,7 +2,7 @@
 
   sparsecomm patch diff OLD.safetensors NEW.safetensors OUT      OUT turns the tensors of OLD into those of NEW
   sparsecomm patch apply BASE.safetensors PATCH OUT.safetensors  BASE stays as it is, unless it is also OUT
-  sparsecomm patch info PATCH                                    what has changed, and by how many bits
+  sparsecomm patch info PATCH                                    what has changed, and the bits per change
   sparsecomm patch info FOLDER                                   the versions that a Publisher has written
 
 OLD and NEW must have tensors of the same names, shapes and dtypes. A patch contains tensors only: OUT has the metadata
@@ -109,9 +109,9 @@ def _describe(patch: Patch) -> None:
 
 
 class _Progress(dict[str, Weight]):
-    """Weights that print on a terminal, at most once per second, how much of them has been read.
+    """Weights that print on a terminal, at most once per second, how much the codec has read.
 
-    The codec gets one tensor after another.
+    It relies on the codec getting one tensor after another.
     """
 
     def __init__(self, weights: Mapping[str, Weight]) -> None:
@@ -135,7 +135,7 @@ def _weights(path: str) -> dict[str, Weight]:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Put the name of a file before errors that do not begin with it."""
+    """Prefix errors with a file's name if they do not begin with it."""
     try:
         yield
     except OSError as error:
@@ -146,7 +146,7 @@ def _naming(name: str) -> Iterator[None]:
 
 @contextmanager
 def _replacing(path: Path, *inputs: str) -> Iterator[Path]:
-    """Yield the name of a temporary file, which replaces ``path`` at the end unless it is one of the inputs."""
+    """Yield a temporary path, whose file replaces ``path`` at the end. Raise an error if ``path`` is an input."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with options.writing(path):
         if path.exists() and (not path.is_file() or any(os.path.exists(i) and path.samefile(i) for i in inputs)):

@@ -1,4 +1,4 @@
-"""Weights published exactly, in the fewest bits: `diff`, `apply`, `Publisher`, `Subscriber`."""
+"""Publish weights exactly, in few bits: `diff`, `apply`, `Publisher`, `Subscriber`."""
 
 from sparsecomm.errors import PatchError
 from sparsecomm.patches.codec import Patch, apply, diff, read_patch

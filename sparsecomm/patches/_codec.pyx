@@ -1,5 +1,6 @@
 # distutils: language = c++
-"""The C++ codec of patches (kernels/patches) on the memory of tensors in host memory. All functions release the GIL."""
+"""The C++ codec of patches (kernels/patches) on the memory of tensors in host memory. Loops over
+elements release the GIL."""
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -159,8 +160,8 @@ def decode(const uint8_t[::1] coded not None, size_t n, size_t first, size_t pie
     """Decode the changes of some pieces of a tensor of ``n`` elements, without the tensor.
 
     Returns:
-        The number of changes in each class of each piece, the number of elements of the classes for which it is coded
-        (else 0), and ranks and distances of all changes, by piece and class. None if the bytes are damaged.
+        For each class of each piece, the number of changes and the number of elements (0 if the latter is not coded).
+        Then ranks and distances of all changes, by piece and class. None if the bytes are damaged.
     """
     cdef const uint8_t* begin = &coded[0] if coded.shape[0] else NULL
     cdef int threads = config.threads()

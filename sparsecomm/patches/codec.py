@@ -1,4 +1,4 @@
-"""`diff` and `apply`; the format of patches (`Patch`)."""
+"""`diff` and `apply`, and the format of patches (`read_patch`, `Patch`)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from sparsecomm.tensors.interop import Tensor
 MAGIC = b"SPARSECOMM PATCH 1\n"
 MAX_HEADER_BYTES = 1 << 26  # of the decompressed header: about a million tensors
 _CHANGES, _WHOLE = 0, 1  # how a tensor is coded
-_WORTH_TRYING = 0.25  # share of a tensor's bytes from which its new elements may be shorter than their changes
+_WORTH_TRYING = 0.25  # if changes take more than this share of a tensor's bytes, try to compress the whole tensor
 _PIECE = 1 << 20  # elements that are compressed together
-_SAMPLED_RUN, _SAMPLED_RUNS = 4096, 32  # elements of a run, and runs, that are compressed to predict the length
+_SAMPLED_RUN, _SAMPLED_RUNS = 4096, 32  # elements per run, and runs, of the sample that predicts the compressed size
 
 
 class TensorPatch(NamedTuple):
@@ -38,7 +38,7 @@ class TensorPatch(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     before: int  # digest of the tensor to which the patch applies
-    changed: int = 0  # number of elements
+    changed: int = 0  # number of changed elements
     nbytes: int = 0  # of the coded changes
     checksum: int = 0  # CRC-32 of the coded changes
     coding: int = _CHANGES
@@ -52,11 +52,11 @@ class TensorPatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Patch:
-    """What a patch says about itself.
+    """Description of a patch.
 
     Attributes:
-        before: identifies the weights to which it applies: a hash of all tensors.
-        after: identifies the weights that result.
+        before: identifies the weights to which the patch applies, by a hash of all tensors.
+        after: identifies the resulting weights.
         tensors: all tensors, by name.
         nbytes: size of the patch.
     """
@@ -102,7 +102,7 @@ def version_of(tensors: Mapping[str, tuple[Sequence[int], int]]) -> str:
 
 
 def version_of_weights(weights: Mapping[str, Weight]) -> str:
-    """Return the identity of weights, which are read once."""
+    """Return the identity of weights. Reads them once."""
     return version_of({name: (weight.shape, digest(weight.tensor)) for name, weight in weights.items()})
 
 
@@ -111,8 +111,8 @@ def diff(old: object, new: object) -> bytes:
 
     Args:
         old, new: an array, or a mapping of names to arrays (``model.state_dict()``), of NumPy, PyTorch, JAX, CuPy or
-            any library with ``__dlpack__``. Both with the same names, shapes and dtypes: floats of 8 to 64 bits,
-            integers, bool or complex numbers. On a CPU or a CUDA GPU; only changes leave the GPU.
+            any library with ``__dlpack__``, on a CPU or a CUDA GPU. Both must have the same names, shapes and dtypes:
+            floats of 8 to 64 bits, integers, bool or complex numbers. Only changes leave the GPU.
 
     Raises:
         InvalidInputError: an array cannot be used, or ``old`` and ``new`` differ in names, shapes or dtypes.
@@ -149,24 +149,24 @@ def diff_weights(olds: Mapping[str, Weight], news: Mapping[str, Weight]) -> byte
 
 
 def read_patch(patch: bytes) -> Patch:
-    """Return what a patch says about itself, without decoding changes.
+    """Return the description of a patch, without decoding its changes.
 
     Raises:
-        PatchError: it is not a patch, or damaged.
+        PatchError: ``patch`` is not a patch, or it is damaged.
         InvalidInputError: ``patch`` is not bytes.
     """
     return _parse(patch)[0]
 
 
 def _parse(patch: bytes) -> tuple[Patch, memoryview]:
-    """Return what a patch says about itself, and its coded changes."""
+    """Return the description of a patch, and its coded changes."""
     try:
         data = memoryview(patch).cast("B")
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"patch: got {type(patch).__name__}; expected the bytes that diff() made") from error
     begin = len(MAGIC) + 8
     if data[: len(MAGIC)] != MAGIC or len(data) < begin:
-        raise PatchError("this is not a patch of this version of sparsecomm: it does not begin with its mark")
+        raise PatchError("this is not a patch that this version of sparsecomm can read: its first bytes differ")
     length, checksum = np.frombuffer(data[len(MAGIC) : begin], "<u4").tolist()
     header = data[begin : begin + length]
     if len(header) != length or zlib.crc32(header) != checksum:
@@ -181,7 +181,7 @@ def _parse(patch: bytes) -> tuple[Patch, memoryview]:
             if t.coding not in (_CHANGES, _WHOLE) or (t.changed == 0) != (t.nbytes == 0):
                 raise ValueError(f"{quote(t)} describes no changes")
         if len(tensors) != len(fields) or not isinstance(after, str):
-            raise ValueError("names appear twice")
+            raise ValueError("a name appears twice, or the version is not text")
     except (ValueError, TypeError, zlib.error, RecursionError) as error:
         raise PatchError(f"the patch is damaged: its header cannot be read ({error})") from error
     before = version_of({t.name: (t.shape, t.before) for t in tensors.values()})
@@ -192,9 +192,9 @@ def _parse(patch: bytes) -> tuple[Patch, memoryview]:
 
 
 def apply(patch: bytes, tensors: object) -> None:
-    """Bring tensors to the version that a patch leads to, in place.
+    """Apply a patch to tensors, in place.
 
-    All changes are decoded and checked before the first is written: after an error nothing has changed.
+    All changes are decoded and checked before the first one is written, so an error leaves the tensors unchanged.
 
     Args:
         patch: what `diff` returned.
@@ -209,22 +209,22 @@ def apply(patch: bytes, tensors: object) -> None:
 
 
 def apply_to(patch: bytes, weights: Mapping[str, Weight]) -> Patch:
-    """Apply a patch to weights as `apply` does, and return what it says about itself."""
+    """Apply a patch to weights as `apply` does, and return its description."""
     found, body = _parse(patch)
     check_weights(found.tensors, weights)
     new: dict[str, New] = {}
-    others, begin = [], 0  # names of other tensors than expected; where a tensor's changes begin
+    unexpected, begin = [], 0  # names of tensors with other weights; where a tensor's changes begin
     for name, described in found.tensors.items():
         coded = body[begin : begin + described.nbytes]
         begin += described.nbytes
         decoded = _decode(described, coded, weights[name].tensor)
         if decoded is None:
-            others.append(name or "tensor")
+            unexpected.append(name or "tensor")
         else:
             new[name] = decoded
-    if others:
+    if unexpected:
         raise PatchError(
-            f"the tensors hold other weights than those for which the patch was made, in {listed(others)} of "
+            f"the tensors hold other weights than those for which the patch was made, in {listed(unexpected)} of "
             f"{len(found.tensors)} tensors; begin with the weights of version {found.before}"
         )
     write_all(new, weights, found.after)
@@ -232,7 +232,7 @@ def apply_to(patch: bytes, weights: Mapping[str, Weight]) -> Patch:
 
 
 def _decode(described: TensorPatch, coded: memoryview, t: Tensor) -> New | None:
-    """Return the new elements, or ``None`` if the tensor is not the one to which they apply."""
+    """Return the new elements, or ``None`` if the tensor does not hold the weights to which the changes apply."""
     if zlib.crc32(coded) != described.checksum:
         raise PatchError(f"the patch is damaged: the changes of {described.name or 'tensor'} have a wrong checksum")
     if described.coding == _CHANGES:
@@ -251,17 +251,17 @@ def _decode(described: TensorPatch, coded: memoryview, t: Tensor) -> New | None:
 
 
 def replacement(data: Array, t: Tensor) -> New:
-    """Return all new elements of a tensor: bytes in host memory."""
+    """Return ``data``, bytes in host memory, as new elements for a whole tensor."""
     source = elements.host_tensor(data)
     return New(digest(source), partial(elements.copy_tensor, source, t))
 
 
 @deferred
 def write_all(new: Mapping[str, New], weights: Mapping[str, Weight], version: str) -> None:
-    """Write all new elements, while signal handlers wait.
+    """Write all new elements. Signal handlers run only afterwards.
 
     Raises:
-        PatchError: they do not lead to weights with the identity ``version``.
+        PatchError: the resulting weights do not have the identity ``version``.
         InvalidInputError: tensors share memory, as tied weights do, and their new elements differ.
     """
     if version_of({name: (weight.shape, new[name].digest) for name, weight in weights.items()}) != version:
@@ -292,7 +292,7 @@ def check_weights(described: Mapping[str, Any], weights: Mapping[str, Weight]) -
 
 
 def _compress_below(nbytes: int, data: Array, itemsize: int) -> bytes | None:
-    """Return compressed elements, or ``None`` if they have at least ``nbytes`` bytes, as a sample may tell early."""
+    """Return compressed elements, or ``None`` if they would not be shorter than ``nbytes``: a sample is tried first."""
     run = _SAMPLED_RUN * itemsize
     step = max(run, len(data) // (_SAMPLED_RUNS * itemsize) * itemsize)
     sample = np.concatenate([data[i : i + run] for i in range(0, len(data), step)])

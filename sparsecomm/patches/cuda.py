@@ -1,6 +1,6 @@
 """The codec of patches for tensors of CUDA devices (kernels/cuda/patches.cu), with the interface of `_codec`.
 
-Elements are compared and changed on the device. The host codes and decodes, and exchanges only changes with the device.
+The device compares and changes elements. The host codes and decodes changes; nothing else is copied between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsecomm.tensors.interop import Device, Tensor
 
 Layout: TypeAlias = _codec.Layout
 BLOCK, CLASSES, PIECE = _codec.BLOCK, _codec.CLASSES, _codec.PIECE
-_PIECES = 16  # that are compared or located at once, which bounds the memory
+_PIECES = 16  # compared or located at once; limits the memory
 _WARP, _BYTES = 32, Layout(1, 0, 0, 0, False, 1)
 _PARAMETERS = {  # of the kernels
     "compare": "before after n first_block shift mask low ranks changes sums",
@@ -39,7 +39,7 @@ class Located:
     """The new elements of a tensor, decoded but not written: like `_codec.Located`."""
 
     def __init__(self, layout: Layout, parts: list[tuple[int, Array, Array]], before: int, after: int) -> None:
-        """``parts``: the first element, and positions and values of new elements, of parts of the tensor."""
+        """``parts``: for each part of the tensor, its first element, and positions and values of new elements."""
         self.before, self.after = before, after
         self._layout, self._parts = layout, parts
 
@@ -129,8 +129,8 @@ class _Part:
 
     Attributes:
         members: number of elements of each class in each piece.
-        starts: number of changes before each piece, and of all changes.
-        sums: of the hashes of both versions; and the number of changes that `find` has found.
+        starts: number of changes before each piece; the last entry counts all changes.
+        sums: the sums of the hashes of both versions, and the number of changes that `find` has found.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def _here(backend: CudaBackend, tensor: Tensor, begin: int, nbytes: int) -> Arra
 def _start(
     backend: CudaBackend, name: str, layout: Layout, given: Arguments, *, threads: int = 0, tiles: int = 0
 ) -> None:
-    """Start a kernel, with arguments among ``given``, for a number of threads, or of tiles of a look-back."""
+    """Start a kernel with its arguments from ``given``. Pass the number of threads, or of a look-back's tiles."""
     in_block = backend.tuning.patch_threads
     if tiles:
         given = given | {"look_back": backend.workspace().look_back(tiles)}
@@ -213,14 +213,14 @@ def _start(
 
 
 def _sent(backend: CudaBackend, source: int, count: int, dtype: DTypeLike) -> Array:
-    """Return a copy on the backend's device of the memory at an address, which must not change until it is made."""
+    """Copy memory to the backend's device. Do not change it until the current stream has made the copy."""
     sent = backend.runtime.empty(count, dtype)
     backend.runtime.copy(backend.runtime.address(sent), source, sent.nbytes)
     return sent
 
 
 def _fetched(backend: CudaBackend, *arrays: Array) -> list[Array]:
-    """Wait for the current stream, and return copies of arrays in host memory. Those of larger elements come first."""
+    """Wait for the current stream, and return arrays in host memory, one after another. Each must stay aligned."""
     fetched = fetch(backend.runtime, *((backend.runtime.address(array), array.nbytes) for array in arrays))
     ends = np.cumsum([array.nbytes for array in arrays])
     return [fetched[end - array.nbytes : end].view(array.dtype) for array, end in zip(arrays, ends, strict=True)]

@@ -16,7 +16,7 @@ from sparsecomm.tensors.dtypes import DTYPES as OF_GRADIENTS
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import CPU, Tensor
 
-_SAMPLE = 4096  # elements that decide which classes there are
+_SAMPLE = 4096  # number of elements from which `lowest_class` is computed
 # Position and width of the exponent, by dtype; the sign is the highest bit.
 _EXPONENTS = {
     "float16": (10, 5),
@@ -52,7 +52,7 @@ class Weight(NamedTuple):
 
 
 def tensor_of(obj: Any, name: str, *, writable: bool = False) -> Tensor:
-    """Return the memory of an array of any of `DTYPES`; raise `InvalidInputError` if it cannot be used."""
+    """Return an array with one of `DTYPES` as a tensor; raise `InvalidInputError` if it cannot be used."""
     obj = getattr(obj, "detach", lambda: obj)()  # a parameter of PyTorch
     dtype = str(getattr(obj, "dtype", "")).removeprefix("torch.")
     if dtype.startswith("float8") and (torch := sys.modules.get("torch")) and isinstance(obj, torch.Tensor):
@@ -63,7 +63,7 @@ def tensor_of(obj: Any, name: str, *, writable: bool = False) -> Tensor:
 
 
 def weights_of(tensors: object, *, writable: bool = False) -> dict[str, Weight]:
-    """Return the weights in a mapping or in pairs of names and tensors, or a single tensor, which gets the name ""."""
+    """Return the weights in a mapping or in pairs of names and tensors, or a single tensor, named ""."""
     pairs = [("", tensors)] if interop.is_tensor(tensors) else interop.named(tensors)
     found = {}
     for name, obj in pairs:
@@ -89,7 +89,7 @@ def same_kinds(weights: Mapping[str, Weight], others: Mapping[str, Weight]) -> b
 
 
 def updated(copies: dict[str, Weight], weights: Mapping[str, Weight], *, on_host: bool) -> dict[str, Weight]:
-    """Copy weights into ``copies`` if these are of the same kind, else into new memory; return the copies."""
+    """Copy weights into ``copies`` if names, dtypes and shapes match, else into new memory; return the copies."""
     if not same_kinds(copies, weights):
         copies = {name: weight._replace(tensor=_empty_like(weight.tensor, on_host)) for name, weight in weights.items()}
     for name, weight in weights.items():
@@ -105,7 +105,7 @@ def _empty_like(t: Tensor, on_host: bool) -> Tensor:
 
 
 def on_gpu(*tensors: Tensor) -> bool:
-    """Return whether one of the tensors is on a GPU."""
+    """Return whether any of the tensors is on a GPU."""
     return any(t.device.kind == "cuda" for t in tensors)
 
 
@@ -145,9 +145,10 @@ def layout(dtype: str, lowest: int) -> _codec.Layout:
 
 
 def lowest_class(dtype: str, t: Tensor) -> int:
-    """Return the exponent of the lowest class, so that the highest class has the largest exponents of the tensor.
+    """Return the exponent of the lowest class, so that about 1 in 128 elements lie above the highest class's exponent.
 
-    Changes are rare among the few weights above, and frequent among those below, whatever their exponent.
+    Elements above or below the range of classes join the highest or the lowest class: large weights rarely change, and
+    small ones often, whatever their exponent.
     """
     part = _PARTS.get(dtype, dtype)
     if part not in _EXPONENTS or not t.size:

@@ -46,7 +46,7 @@ class Published(NamedTuple):
 
 
 class _Publication(futures.Future[Published]):
-    """The future of a version in the background, and whether it has been asked for its result or exception."""
+    """The future of a background publication. ``asked``: its result or exception has been requested."""
 
     asked = False
 
@@ -67,9 +67,10 @@ class Publisher:
             train()
             publisher.publish(step)
 
-    A version is a patch to the version before, and every so often also an anchor: all weights, compressed, from which
-    others begin. An anchor is a file of safetensors that gzip has compressed. A file appears under its name only when
-    it is complete, and the list of versions, versions.json, names it only then. One publisher writes to a folder.
+    Most versions are patches, which apply to the previous version. The first one, and another every so often, also has
+    an anchor: all weights, with which new subscribers begin. An anchor is a safetensors file, compressed by gzip. Files
+    get their names, and appear in the list of versions (versions.json), only when they are complete. Only one publisher
+    may write to a folder.
     """
 
     def __init__(
@@ -82,28 +83,28 @@ class Publisher:
     ) -> None:
         """Prepare to publish tensors.
 
-        If the tensors equal the newest version in the folder, as when training resumes from it, the next version is a
-        patch; otherwise it is an anchor.
+        If the tensors equal the newest version in the folder, for example when training resumes from it, the next
+        version is a patch; otherwise it is an anchor.
 
         Args:
             tensors: an array, or a mapping of names to arrays, such as ``model.state_dict()``: contiguous, of any dtype
                 of safetensors.
             folder: created if necessary.
-            anchor_every: the maximum number of versions from an anchor to the next, at least 1. There is also an anchor
-                when all patches since the last one have more bytes than an anchor.
+            anchor_every: the maximum number of versions from an anchor to the next, at least 1. An anchor comes earlier
+                if the patches since the last one add up to more bytes than it.
             copy: where to keep the previous version: on the device of the weights, or in host memory.
 
         Raises:
             InvalidInputError: an argument cannot be used.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be created or read.
         """
         every = to_int(anchor_every, 1)
         if every is None:
-            raise InvalidInputError(f"anchor_every={quote(anchor_every)}: expected a number of patches, at least 1")
+            raise InvalidInputError(f"anchor_every={quote(anchor_every)}: expected a number of versions, at least 1")
         check_choice("copy", copy, ("device", "host"))
         self._folder = path_of(folder)
         if not isinstance(tensors, Mapping) and not interop.is_tensor(tensors):
-            tensors = interop.named(tensors)  # of an iterator
+            tensors = interop.named(tensors)  # read an iterator once
         self._tensors, self._every, self._on_host = tensors, every, copy == "host"
         self._running: _Publication | None = None
         self._last: dict[str, Weight] = {}  # copies of the last version
@@ -111,7 +112,7 @@ class Publisher:
         weights = weights_of(tensors)
         check_names_and_dtypes(weights)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Lists of versions that may be in the folder: two, if an error left open whether the last one was written.
+        # Lists of versions that may be in the folder: two after an error before or after the renaming.
         self._manifests = [self._read_manifest()]
         with suppress(PatchError):
             versions = parse(self._manifests[0])
@@ -119,11 +120,11 @@ class Publisher:
                 self._last = updated({}, weights, on_host=self._on_host)
 
     def publish(self, step: int, tensors: object = None) -> Published:
-        """Write the weights as the next version, and return when it can be read.
+        """Write the weights as the next version. When the call returns, subscribers can read it.
 
         Args:
             step: a number for subscribers, at least 0; need not increase.
-            tensors: other tensors than those of the constructor, for programs that replace their arrays, as in JAX.
+            tensors: to publish instead of the constructor's, for programs that replace their arrays, as in JAX.
 
         Raises:
             InvalidInputError: an argument cannot be used, or another publisher has written to the folder.
@@ -136,16 +137,16 @@ class Publisher:
         return published
 
     def publish_in_background(self, step: int, tensors: object = None) -> futures.Future[Published]:
-        """Copy the weights, and write the version in another thread while they change.
+        """Copy the weights, and write the version in another thread. You can change the weights meanwhile.
 
-        It takes memory for a second copy. If the previous version is still being written, wait for it first.
+        This requires memory for a second copy. If the previous version is still being written, the call waits for it.
 
         Args:
             step, tensors: as in `publish`.
 
         Returns:
-            a future, which cannot be cancelled. Its ``result()`` raises errors of writing. If you have not asked it for
-            its result or its exception, the next call of a method raises them.
+            a future, which cannot be cancelled. Its ``result()`` raises errors of writing. If you do not call
+            ``result()`` or ``exception()``, the next method that you call on the publisher raises them.
 
         Raises:
             InvalidInputError: an argument cannot be used.
@@ -170,12 +171,12 @@ class Publisher:
 
     @deferred
     def _start(self, thread: threading.Thread, future: _Publication) -> None:
-        """Start a thread, and remember its future; signal handlers wait until then."""
+        """Start a thread, and remember its future. Signal handlers run only afterwards."""
         thread.start()
         self._running = future
 
     def wait(self) -> None:
-        """Wait until the version in the background is written; raise its error unless you have asked its future."""
+        """Wait for the background publication. Raise its error unless you have got it from the future."""
         if self._running is not None:
             futures.wait([self._running])
             running, self._running = self._running, None
@@ -187,7 +188,7 @@ class Publisher:
         try:
             self.wait()
         finally:
-            if self._running is None:  # else an interrupt has ended the wait
+            if self._running is None:  # otherwise an interrupt ended the wait, and the thread still uses the copies
                 self._last, self._spare = {}, {}
 
     def __enter__(self) -> Publisher:
@@ -230,7 +231,7 @@ class Publisher:
         return Published(last.number + 1, step, patch_bytes, anchor_bytes, changed)
 
     def _needs_anchor(self, versions: Sequence[Version], nbytes: int) -> bool:
-        """Return whether an anchor is due with a patch of ``nbytes`` bytes: by number, or because it is shorter."""
+        """Return whether a version with a patch of ``nbytes`` bytes needs an anchor, by count or size of patches."""
         for count, version in enumerate(reversed(versions), 1):
             if version.anchor:
                 return count >= self._every or nbytes > version.anchor.nbytes
@@ -238,7 +239,7 @@ class Publisher:
         return True
 
     def _versions(self) -> list[Version]:
-        """Return the versions in the folder, which no other publisher may have changed."""
+        """Return the versions in the folder. Raise an error if another publisher has changed them."""
         data = self._read_manifest()
         if data not in self._manifests:
             raise InvalidInputError(

@@ -19,7 +19,7 @@ from sparsecomm.patches.sources import Source, source_of
 from sparsecomm.patches.versions import MANIFEST, parse, way
 from sparsecomm.transport import Comm, transport_of
 
-_QUESTION = struct.Struct("<Q16s256s")  # the most bytes, the weights that the rank holds, the name of the file or ""
+_QUESTION = struct.Struct("<Q16s256s")  # maximum size, the version that the rank holds, and the file's name or ""
 _CHUNK = 1 << 24
 _IN_MEMORY = 1 << 26
 
@@ -67,15 +67,15 @@ class Ranks(Source):
         return found
 
     def finish(self) -> None:
-        """Take part until all ranks have finished."""
+        """Help to distribute files until all ranks have finished."""
         while self._round("", 0):
             pass
         self.begin("")
 
     def _round(self, name: str, max_bytes: int) -> dict[str, BinaryIO | OSError]:
-        """Distribute the files that ranks ask for, and return them by name. Only the one called ``name`` is open.
+        """Distribute the files that ranks ask for, and return them by name. All except ``name`` are closed.
 
-        With the list of versions, the root sends the files with which the ranks will continue, to save a round trip.
+        After the list of versions, the root also sends the files that the ranks will need next, to save a round trip.
         """
         words = np.frombuffer(_QUESTION.pack(max_bytes, self._holds, name.encode()), "<u8").tolist()
         gather = WordsGather(self._transport, words, Label.of(("call", "files of a version")))
@@ -104,7 +104,7 @@ class Ranks(Source):
             self._ahead[name] = self._distribute(name, nbytes)
 
     def _distribute(self, name: str, max_bytes: int) -> BinaryIO | OSError:
-        """Send a file from the root to all ranks, or the error. Errors on one rank do not stop it: the others wait."""
+        """Send a file, or the error, from the root to all ranks. Errors on one rank must not stop it: others wait."""
         file: BinaryIO | None = None
         size, problem, is_missing = 0, b"", False
         if self._source is not None:
@@ -119,7 +119,7 @@ class Ranks(Source):
         if length:
             _close(file)
             return (FileNotFoundError if is_missing else OSError)(self._broadcast(problem.ljust(length)).decode())
-        # The root, too, returns what it has sent: in the list of versions, all ranks must find the same files.
+        # The root also returns the bytes that it sent, so that all ranks see the same list of versions.
         received, failure = cast(BinaryIO, tempfile.SpooledTemporaryFile(_IN_MEMORY)), None  # noqa: SIM115
         for begin in range(0, size, _CHUNK):
             chunk = self._broadcast(_read(file, min(_CHUNK, size - begin)))
@@ -142,7 +142,7 @@ class Ranks(Source):
 
 
 def _read(file: BinaryIO | None, count: int) -> bytes:
-    """Return the next bytes of a file for the other ranks: zeros if reading fails, which are in no version's file."""
+    """Return the next bytes of a file, or zeros if reading fails: the ranks detect them as damage."""
     try:
         data = b"" if file is None else file.read(count)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Files of safetensors, mapped into memory, and compressed by gzip in pieces: anchors.
+"""Safetensors files: uncompressed ones, mapped into memory, and anchors, which gzip compresses in pieces.
 
 The format (https://github.com/huggingface/safetensors, "Format"): the length of a JSON header as u64, the header with
 the dtype, the shape and the offsets of each tensor, and the tensors' bytes.
@@ -40,7 +40,7 @@ _NAMES = {
     **{f"{sign}int{bits}": f"{letter}{bits}" for bits in (8, 16, 32, 64) for sign, letter in (("", "I"), ("u", "U"))},
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_METADATA = "__metadata__"  # no tensor, but texts of the writer
+_METADATA = "__metadata__"  # not a tensor, but texts from the writer
 _MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 _PIECE = 1 << 23  # bytes that are compressed together
 
@@ -77,13 +77,13 @@ def read_header(file: BinaryIO, what: str) -> dict[str, Entry]:
             entries.append(Entry(name, dtype, shape, begin, end - begin))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PatchError(
-            f"{what} is not a file of safetensors that can be read: {type(error).__name__}: {error}"
+            f"{what} is not a file of safetensors, or is damaged: {type(error).__name__}: {error}"
         ) from error
     at = 0
     entries.sort(key=lambda entry: (entry.begin, entry.nbytes))  # a tensor without elements ends where it begins
     for entry in entries:
         if entry.begin != at:
-            raise PatchError(f"{what} is damaged: the bytes of {entry.name!r} begin at {entry.begin}, and not at {at}")
+            raise PatchError(f"{what} is damaged: the bytes of {entry.name!r} begin at {entry.begin}; expected {at}")
         at += entry.nbytes
     return {entry.name: entry for entry in entries}
 
@@ -110,7 +110,7 @@ def map_weights(path: str | os.PathLike[str], *, writable: bool = False) -> dict
 
 
 def check_names_and_dtypes(weights: Mapping[str, Weight]) -> None:
-    """Raise `InvalidInputError` if a weight's name or dtype cannot be in a file, or there is none."""
+    """Raise `InvalidInputError` if there is no weight, or a file cannot hold a weight's name or dtype."""
     if not weights:
         raise InvalidInputError("tensors: must contain at least one tensor")
     for weight in weights.values():
@@ -159,13 +159,13 @@ def compressed(weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> It
 
 
 def _gzip(data: bytes | memoryview) -> bytes:
-    # Strings hardly repeat in weights; codes of bytes and of runs compress as well, and three times as fast.
+    # Strings hardly repeat in weights. Looking only for runs, zlib compresses as well, and 3 times as fast.
     pack = zlib.compressobj(1, zlib.DEFLATED, 31, 9, zlib.Z_RLE)
     return pack.compress(data) + pack.flush()
 
 
 def read_compressed(file: BinaryIO, weights: Mapping[str, Weight], what: str) -> dict[str, Array]:
-    """Return the tensors of a compressed file called ``what`` as bytes. Memory is allocated only for tensors that fit.
+    """Return the tensors of a compressed file called ``what`` as bytes. Allocates memory only if they fit ``weights``.
 
     Raises:
         PatchError: the file is damaged.
@@ -174,7 +174,7 @@ def read_compressed(file: BinaryIO, weights: Mapping[str, Weight], what: str) ->
     try:
         with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
             entries = read_header(cast(BinaryIO, unpacked), what)
-            unpacked.peek(1)  # reaches the header's checksum: a damaged name must not look like another model's
+            unpacked.peek(1)  # checks the header's checksum, so that a damaged name does not look like another model's
             check_weights(entries, weights)
             found: dict[str, Array] = {}
             for name, entry in entries.items():

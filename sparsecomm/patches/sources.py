@@ -16,27 +16,27 @@ from sparsecomm.checks import quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError, log
 from sparsecomm.patches.versions import MANIFEST
 
-_IN_MEMORY = 1 << 26  # bytes of a download that are kept in memory; longer ones are in a temporary file
+_IN_MEMORY = 1 << 26  # bytes; longer downloads go to a temporary file
 _CHUNK = 1 << 18
-_MISSING = (403, 404, 410)  # HTTP status codes of files that do not exist; buckets that cannot be listed send 403
+_MISSING = (403, 404, 410)  # HTTP status codes of files that do not exist; buckets send 403 if listing is not allowed
 
 
 class Source(ABC):
-    """Where published files are read. For other storage, derive a class that defines `fetch`."""
+    """A place from which to read published files. For other storage, derive a class that defines `fetch`."""
 
     @abstractmethod
     def fetch(self, name: str, max_bytes: int) -> BinaryIO:
         """Return a file, open for reading.
 
         Raises:
-            OSError: it cannot be read, or has more than ``max_bytes`` bytes.
+            OSError: the file cannot be read, or has more than ``max_bytes`` bytes.
         """
 
     def begin(self, weights: str) -> None:  # noqa: B027
-        """Called at the beginning of an update, with the identity of the weights that the tensors hold."""
+        """Called at the beginning of an update, with the identity of the weights in the tensors."""
 
     def finish(self) -> None:  # noqa: B027
-        """Called at the end of an update."""
+        """Called at the end of an update, unless an interrupt or a `TransportError` has ended it."""
 
 
 class Folder(Source):
@@ -89,7 +89,7 @@ class Http(Source):
                 file.truncate(0)
             try:
                 self._download(f"{self._url}/{name}", file, max_bytes)
-            except (OSError, ValueError, http.client.HTTPException) as failure:  # ValueError: redirected to no URL
+            except (OSError, ValueError, http.client.HTTPException) as failure:  # ValueError: redirected to a non-URL
                 error = failure
             else:
                 file.seek(0)
@@ -98,7 +98,7 @@ class Http(Source):
             if isinstance(error, urllib.error.HTTPError):
                 status = error.code
                 error.close()
-            if status == 416:  # the file has no more bytes than were downloaded
+            if status == 416:  # no bytes are left to download; begin again
                 file.truncate(0)
             if status in _MISSING or isinstance(error, _TooLongError) or attempt == self._retries:
                 break
@@ -118,7 +118,7 @@ class Http(Source):
                 begin = file.seek(0)
                 file.truncate()
                 if response.status == 206:
-                    raise OSError(f"the server sent other bytes than those asked for: {content_range}")
+                    raise OSError(f"the server sent bytes that were not requested: {content_range}")
             at, length = begin, response.length
             while chunk := response.read(_CHUNK):
                 at += file.write(chunk)

@@ -15,7 +15,7 @@ from sparsecomm.patches.sources import source_of
 from sparsecomm.patches.versions import MANIFEST, MAX_MANIFEST_BYTES, Link, Version, parse, way
 from sparsecomm.tensors import interop
 
-_ATTEMPTS = 4  # the publisher may delete files meanwhile, or the program change tensors
+_ATTEMPTS = 4  # meanwhile, the publisher may delete files, or the program may change tensors
 
 
 class Subscriber:
@@ -26,19 +26,20 @@ class Subscriber:
             step = weights.update()
 
     Attributes:
-        tensors: the tensors by name. With ``in_place=False`` `update` replaces the dictionary; it never changes one
-            that it has returned, nor the tensors in it.
-        step: of the version that the tensors hold; ``None`` if they hold none, or if an interrupt left that open.
-        problems: why the last `update` did not take the direct way, one text for each file that was not usable.
+        tensors: the tensors by name. With ``in_place=False``, `update` replaces the dictionary, and changes neither the
+            old one nor the tensors in it.
+        step: of the version that the tensors hold; ``None`` if they hold none, or if it is unknown after an interrupt.
+        problems: what went wrong in the last `update`, as texts: files that it could not use, a newest version that it
+            could not reach, or a missing list of versions.
     """
 
     def __init__(self, tensors: object, source: object, *, in_place: bool = True) -> None:
-        """Prepare; nothing is read yet.
+        """Prepare to follow a publisher. Files are read by `update`.
 
         Args:
             tensors: an array, or a mapping of names to arrays, such as ``model.state_dict()``, with the names, shapes
                 and dtypes of the publisher; contiguous and writable. Arrays of unsigned integers may stand for any
-                dtype of the same size, such as uint16 for bfloat16. Their values may be any.
+                dtype of the same size, such as uint16 for bfloat16. They may hold any values.
             source: the folder of the `Publisher`; its URL (http:// or https://); or a `Source`, such as `Ranks`.
             in_place: write into the tensors. Otherwise they remain as they are, and `tensors` becomes a dictionary with
                 copies of changed tensors.
@@ -58,8 +59,8 @@ class Subscriber:
     def update(self) -> int | None:
         """Bring the tensors to the newest version, and return its step.
 
-        It reads the fewest bytes that lead there: patches, or an anchor and patches. If a file is missing, damaged or
-        made for other weights, it tries another way, and `problems` says why. If the newest version cannot be reached,
+        It reads as few bytes as possible: patches, or an anchor and patches. If a file is missing, damaged or
+        made for other weights, it tries other files, and `problems` says why. If the newest version cannot be reached,
         it goes as far as possible. After an error, too, the tensors hold one complete version.
 
         Returns:
@@ -74,7 +75,7 @@ class Subscriber:
         tensors = dict(self.tensors)
         try:
             self._update(tensors)
-        except TransportError:  # with the other ranks, which cannot finish together
+        except TransportError:  # the ranks cannot finish together
             raise
         except Exception:
             self._source.finish()
@@ -124,7 +125,7 @@ class Subscriber:
             with self._source.fetch(MANIFEST, MAX_MANIFEST_BYTES) as file:
                 return parse(file.read())
         except FileNotFoundError as error:
-            self.problems.append(f"nothing has been published yet, or not there: {error}")
+            self.problems.append(f"nothing has been published yet, or the folder or URL is wrong: {error}")
             return []
         except TransportError:
             raise
@@ -136,12 +137,12 @@ class Subscriber:
         log.warning("update of weights: %s", problem)
 
     def _follow(self, link: Link, tensors: dict[str, Any]) -> None:
-        """Bring tensors to a version."""
+        """Read a file, and bring the tensors to its version."""
         name, nbytes = link.file
         weights = weights_of(tensors)
         limit = 2 * sum(weight.tensor.nbytes for weight in weights.values()) + codec.MAX_HEADER_BYTES
         if nbytes > limit:
-            raise PatchError(f"the file has {nbytes} bytes; for these tensors {limit} are the most")
+            raise PatchError(f"the file has {nbytes} bytes; expected at most {limit} for these tensors")
         with self._source.fetch(name, nbytes) as file:
             if (size := file.seek(0, os.SEEK_END)) != nbytes:
                 raise PatchError(f"the file has {size} bytes; expected {nbytes}, as in the list of versions")
@@ -159,7 +160,7 @@ class Subscriber:
             codec.write_all(new, weights, link.version.weights)
 
     def _targets(self, names: Iterable[str], tensors: dict[str, Any]) -> dict[str, Weight]:
-        """Return the tensors, ready for writing those with ``names``: unless in place, replace these by copies."""
+        """Return the tensors as writable weights. Unless in place, first replace those called ``names`` by copies."""
         for name in () if self._in_place else names:
             if (obj := tensors[name]) is self.tensors[name]:
                 tensors[name] = obj.detach().clone() if hasattr(obj, "detach") else obj.copy()

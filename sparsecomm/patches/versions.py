@@ -1,4 +1,4 @@
-"""`Version`: a published version of weights. The list of versions in a folder, and the cheapest way to the newest."""
+"""The list of versions in a folder (`Version`), and the cheapest way to the newest one (`way`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsecomm.errors import PatchError
 MANIFEST = "versions.json"  # the file that lists the versions
 MAX_MANIFEST_BYTES = 1 << 24
 _FORMAT = "sparsecomm versions 1"
-_NAME = re.compile(r"[0-9A-Za-z_-]{1,100}(\.[0-9A-Za-z_-]{1,20}){0,5}")  # no name leaves the folder, or is hidden
+_NAME = re.compile(r"[0-9A-Za-z_-]{1,100}(\.[0-9A-Za-z_-]{1,20}){0,5}")  # no paths out of the folder, no hidden files
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -32,10 +32,10 @@ class Version(NamedTuple):
 
     Attributes:
         number: increases from version to version.
-        step: that the user passed to `publish`.
+        step: as passed to `publish`.
         weights: identifies the weights: see `sparsecomm.patches.codec.version_of`.
         before: the weights to which the patch applies; "" without a patch.
-        patch, anchor: the files that lead to it. Neither, if the weights are those of an earlier version.
+        patch, anchor: the files that lead to it; both ``None`` if the weights equal the previous version's.
     """
 
     number: int
@@ -86,7 +86,7 @@ def _file(fields: Any) -> File | None:
         return None
     name, nbytes = fields
     if not _NAME.fullmatch(name) or (size := to_int(nbytes)) is None:
-        raise ValueError(f"{quote(fields)} is no name and size of a file")
+        raise ValueError(f"{quote(fields)} is not a file's name and size")
     return File(name, size)
 
 
@@ -95,7 +95,7 @@ def way(versions: Sequence[Version], weights: str, unusable: Collection[str]) ->
 
     Args:
         versions: oldest first.
-        weights: where to begin.
+        weights: the version from which to begin.
         unusable: names of files that must not be used.
     """
     links: defaultdict[str, list[Link]] = defaultdict(list)  # by the weights to which they apply: "" for anchors

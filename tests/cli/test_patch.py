@@ -141,7 +141,7 @@ def test_a_folder_is_described(files: Files) -> None:
     ],
 )
 def test_refused(words: str, said: str, files: Files) -> None:
-    """In one line. Nothing has been written."""
+    """The error has one line, and nothing is written."""
     files.command("diff", "old", "new", "patch")
     files.write("other", {"bias": np.ones(3), "empty": np.empty((0, 2), np.float16)})
     (files.folder / "damaged").write_bytes(files["old"][:-1])

@@ -1,4 +1,4 @@
-"""Elements of every width, changes of them, and what the codec of the CPU makes of these."""
+"""Random elements and changes for every layout, and a check that a codec agrees with the CPU's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def elements(name: str, n: int, seed: int) -> np.ndarray:
     bits = rng.integers(0, 2**64, n, np.uint64).astype(unsigned)
     if not is_float:
         return bits
-    exponents = np.clip(low + 12 - rng.geometric(0.3, n), 0, mask).astype(unsigned)  # most have a class of their own
+    exponents = np.clip(low + 12 - rng.geometric(0.3, n), 0, mask).astype(unsigned)  # most are in the range of classes
     near = bits & ~(unsigned.type(mask) << unsigned.type(shift)) | exponents << unsigned.type(shift)
     bits = np.where(rng.random(n) < 0.9, near, bits)
     for special in (0, 1 << (8 * itemsize - 1), mask << shift, (mask << shift) + 1):
@@ -52,7 +52,7 @@ def elements(name: str, n: int, seed: int) -> np.ndarray:
 
 
 def changed(name: str, old: np.ndarray, density: float, seed: int) -> np.ndarray:
-    """Return elements of which about a share of ``density`` have changed: most by a few steps, some to any value."""
+    """Return a copy of ``old`` where each element has changed with probability ``density``, mostly by a few steps."""
     rng = np.random.default_rng(seed)
     where = rng.random(len(old)) < density
     steps = np.where(rng.random(len(old)) < 0.9, rng.integers(-3, 4, len(old)), 0).astype(old.dtype)
@@ -71,9 +71,9 @@ def host_tensor(array: np.ndarray, name: str) -> Tensor:
 
 
 def check(codec: ModuleType, name: str, old: np.ndarray, new: np.ndarray, before: Tensor, after: Tensor) -> None:
-    """Check that a codec, for tensors with the elements ``old`` and ``new``, does what that of the CPU does.
+    """Check that a codec gives the same results as the CPU's for two versions of a tensor.
 
-    It leaves the new elements in ``before``.
+    The tensors ``before`` and ``after`` hold the elements ``old`` and ``new``. At the end, both hold the new ones.
     """
     layout, host = layout_of(name), host_tensor(old, name)
     expected = _codec.diff(host, host_tensor(new, name), layout)

@@ -13,11 +13,11 @@ import pytest
 
 
 class CrashError(BaseException):
-    """Ends the publisher, whose clean-up has no effect."""
+    """Simulates the death of a publisher: its clean-up fails, too."""
 
 
 class Operations:
-    """Counts operations on files; one fails, or, after a crash, it and all later ones."""
+    """Counts operations on files, and lets one fail; after a crash, all later ones fail, too."""
 
     def __init__(self, fail_at: int, *, crash: bool, after: bool) -> None:
         """``after``: the operation takes effect before it fails."""

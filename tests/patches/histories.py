@@ -1,8 +1,8 @@
 """Random histories of a publisher and its subscribers: ``python -m tests.patches.histories --seeds 100000``.
 
-The publisher crashes, restarts, and publishes other weights. Files are lost, cut, damaged, or visible late, and
+The publisher crashes, restarts, and publishes other weights. Files are lost, cut, damaged, or become visible late, and
 programs write to the subscribers' tensors. After every update the tensors must equal the version whose step it
-returned, or be untouched; and it must have gone as far as intact files lead.
+returned, or be untouched. The update must have reached the newest version to which intact files lead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class View(Source):
     def __init__(self, folder: Path) -> None:
         self.folder, self.hidden = folder, set[str]()
         self.old_manifest: bytes | None = None
-        self.meanwhile: Any = None  # called before the next file but one is read
+        self.meanwhile: Any = None  # called once, before the next file other than the list of versions is read
         self.files: list[BinaryIO] = []
 
     def read(self, name: str) -> bytes | None:
@@ -73,17 +73,17 @@ class View(Source):
 
 
 class Follower:
-    """A subscriber, and what is known about it."""
+    """A subscriber, and what the test knows about it."""
 
     def __init__(self, folder: Path, kind: int, tensors: dict[str, np.ndarray], *, in_place: bool) -> None:
         self.view, self.kind, self.in_place = View(folder), kind, in_place
         self.subscriber = Subscriber(tensors, self.view, in_place=in_place)
         self.changed_behind = False
-        self.returned: list[tuple[Arrays, tuple[Any, ...]]] = []  # dictionaries, which stay as they are
+        self.returned: list[tuple[Arrays, tuple[Any, ...]]] = []  # dictionaries, and the contents that they must keep
 
 
 class History:
-    """One history, which a seed determines."""
+    """One history, determined by a seed."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random, self.rng = random.Random(seed), np.random.default_rng(seed)
@@ -105,7 +105,7 @@ class History:
         return Follower(self.folder, self.kind, tensors, in_place=self.random.random() < 0.6)
 
     def play(self, length: int) -> None:
-        doings = {
+        actions = {
             self.publish: 8,
             self.update: 12,
             self.restart: 1,
@@ -117,8 +117,8 @@ class History:
             self.join: 0.5,
         }
         try:
-            for doing in self.random.choices(list(doings), list(doings.values()), k=length):
-                doing()
+            for action in self.random.choices(list(actions), list(actions.values()), k=length):
+                action()
             self.heal()
             for follower in self.followers:
                 self.update(follower)
@@ -189,7 +189,7 @@ class History:
         return path.read_bytes() if path.exists() else b""
 
     def note(self) -> None:
-        """Remember a list of versions that is new, and the newest version's files."""
+        """Remember the new list of versions, and the newest version's files."""
         manifest = self.manifest()
         self.manifests.append(manifest)
         self.manifest_damaged = False
@@ -249,13 +249,13 @@ class History:
             path.write_bytes(
                 self.random.choice([b"", *(self.intact[n] for n in self.intact if n[-3:] == path.name[-3:])])
             )
-        elif data and path.name != MANIFEST:  # it has no checksum
+        elif data and path.name != MANIFEST:  # the list has no checksum
             data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
             path.write_bytes(data)
 
     def heal(self) -> None:
         if self.manifest_damaged:
-            self.close()  # a running publisher knows the damaged list
+            self.close()  # a running publisher would expect the damaged list
         if self.manifests[-1]:
             (self.folder / MANIFEST).write_bytes(self.manifests[-1])
             self.manifest_damaged = False

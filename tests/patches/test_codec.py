@@ -1,4 +1,4 @@
-"""`diff` and `apply`: bit for bit, over all dtypes; and patches that are refused, after which nothing has changed."""
+"""`diff` and `apply`: bit for bit, for all dtypes. Refused patches change nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ every_dtype = pytest.mark.parametrize("dtype", NAMES)
 
 
 def random_bits(n: int, dtype: str, rng: np.random.Generator) -> np.ndarray:
-    """All values alike: NaN of every payload, both zeros, infinities and denormals."""
+    """Return random bits, with any values: NaNs of all payloads, both zeros, infinities and denormals."""
     if dtype == "bool":
         return rng.random(n) < 0.5
     return np.frombuffer(rng.bytes(n * DTYPES[dtype].itemsize), DTYPES[dtype]).copy()
@@ -168,7 +168,7 @@ def test_arrays_of_pytorch_and_jax() -> None:
         apply(diff(np.zeros(3), np.zeros(3)), jax.numpy.zeros(3))
 
 
-# What is refused. Nothing changes.
+# Patches and tensors that are refused. Nothing changes.
 
 
 def refuse(patch: Any, tensors: Any, error: Any, match: str | None = None) -> None:
@@ -272,7 +272,7 @@ def test_a_change_that_the_header_denies_is_refused() -> None:
     refuse(rewritten(patch, lambda header: ["0" * 32, header[1]]), old, PatchError, "leads to other weights")
 
 
-def test_headers_that_claim_much_take_no_memory() -> None:
+def test_headers_with_huge_sizes_take_no_memory() -> None:
     old = {"a": np.zeros(50, np.float32)}
     huge = zlib.compress(b"[" + b" " * (1 << 28) + b"]", 1)
     claims = [
@@ -317,7 +317,7 @@ def test_errors_name_the_tensor_and_integers_have_no_exponent() -> None:
 
 
 def test_patches_are_no_longer_than_the_compressed_tensors() -> None:
-    """Where more than a quarter would be sent, and about a header more."""
+    """For tensors that change completely. Allow for the header, and for the sample that predicts the size."""
     rng = np.random.default_rng(5)
     n = 300_000
     news = {

@@ -52,7 +52,7 @@ def test_the_same_bits_as_on_the_cpu(device: DeferredRuntime, name: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_several_pieces(cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
-    """Also with blocks that have not changed. ``pieces``: of a part."""
+    """Includes blocks without changes. ``pieces``: the number of pieces in a part."""
     monkeypatch.setattr(codec, "_PIECES", pieces)
     name, piece = "float8_e4m3", _codec.PIECE
     old, layout = elements(name, piece + 3000, 1), layout_of(name)
@@ -85,7 +85,7 @@ def test_versions_on_different_streams(device: DeferredRuntime) -> None:
     tensors = []
     for array in (old, new):
         with device.on_stream(device.new_stream()):
-            # Without following the other stream, the elements are missing.
+            # The stream writes the elements later; a codec that does not wait for it misses them.
             tensors.append(put(device, array.copy(), "float32"))
     check(codec, "float32", old, new, *tensors)
 
@@ -137,7 +137,7 @@ def test_copies(device: DeferredRuntime) -> None:
 
 
 @pytest.mark.parametrize("name", ["uint8", "float16", "complex128"])
-def test_samples_are_those_of_the_host(device: DeferredRuntime, name: str) -> None:
+def test_samples_equal_those_taken_on_the_host(device: DeferredRuntime, name: str) -> None:
     for n in (0, 2, 5000):
         array = elements(name, n, 1)
         sample = codec.sample(put(device, array.copy(), name), LAYOUTS[name][0], 1000)

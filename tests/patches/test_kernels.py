@@ -17,7 +17,7 @@ from sparsecomm.tensors.interop import CPU, Tensor
 from tests.processes import LIMIT
 
 CLASSES, PIECE, BLOCK = 16, 2**21, 1024
-ESCAPE = 24  # quotient of a Rice code from which the number itself follows
+ESCAPE = 24  # from this quotient of a Rice code on, the number itself follows
 SIMD = ("portable", "avx2", "avx512")
 ROOT = Path(__file__).parents[2]
 

@@ -203,7 +203,7 @@ def test_the_step_remains_while_the_list_of_versions_is_missing(tmp_path: Path, 
     Publisher(weights, tmp_path, anchor_every=1).publish(1)
     for path in tmp_path.glob("v0*"):
         path.unlink()
-    assert subscriber.update() is None is subscriber.step  # these are no version's weights
+    assert subscriber.update() is None is subscriber.step  # no version has these weights
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -487,7 +487,7 @@ def test_a_file_of_another_model_is_no_error_of_the_program(tmp_path: Path, weig
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # interrupted between opening a file and using it
 @pytest.mark.parametrize("doing", ["load", "update", "update copies", "publish", "publish in background"])
-def test_after_an_interrupt_at_any_place_all_goes_on(doing: str, tmp_path: Path) -> None:
+def test_publisher_and_subscriber_continue_after_an_interrupt_at_any_place(doing: str, tmp_path: Path) -> None:
     at, came = 0, 1
     while came:
         weights, folder, contents = {"a": np.random.default_rng(1).standard_normal(99)}, tmp_path / str(at), {}
@@ -524,7 +524,9 @@ def test_after_an_interrupt_at_any_place_all_goes_on(doing: str, tmp_path: Path)
     assert at > 29
 
 
-def test_what_is_missing_is_said_and_other_tensors_are_checked(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+def test_a_missing_list_is_reported_and_published_tensors_are_checked(
+    tmp_path: Path, weights: dict[str, np.ndarray]
+) -> None:
     subscriber = Subscriber(weights, tmp_path)
     assert subscriber.update() is None
     assert "nothing has been published" in subscriber.problems[0]

@@ -1,4 +1,4 @@
-"""`Ranks` on simulated ranks: one reads, all get the newest version or an error, and none hangs."""
+"""`Ranks` on simulated ranks: one reads, all get the newest version or an error, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_files_are_read_once_for_all_ranks(tmp_path: Path, versions: list[np.nda
 
 
 def test_an_error_of_the_transport_ends_an_update(tmp_path: Path, versions: list[np.ndarray]) -> None:
-    """Although a timeout is an OSError, as those of files are."""
+    """A timeout is an OSError, but must not be treated as an error of a file."""
 
     def program(transport: SimulatedTransport) -> None:
         subscriber = Subscriber({"x": np.zeros(3000, np.float32)}, Ranks(tmp_path, comm=transport))
@@ -92,7 +92,7 @@ def test_an_error_of_the_transport_ends_an_update(tmp_path: Path, versions: list
 
 
 def shrunk(name: str, file: BinaryIO) -> BinaryIO:
-    """As if the file were cut between two reads of it."""
+    """Act as if the file were cut while it is read."""
 
     class Shrinking(BytesIO):
         def read(self, size: int | None = -1) -> bytes:

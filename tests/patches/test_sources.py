@@ -38,7 +38,7 @@ def server(handler: Any) -> Iterator[str]:
 
 
 class Nasty:
-    """Handlers of a folder's files, of which the first requests for some go wrong."""
+    """Serves a folder, but sends ``answer`` to the first ``times`` requests for files whose names contain ``name``."""
 
     def __init__(self, folder: Path, answer: Answer, times: int, name: str) -> None:
         self.requests: list[tuple[str, str | None]] = []
@@ -146,7 +146,9 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [MANIFEST, ".gz", ".patch"])
 @every_answer
-def test_nasty_answers_are_asked_again(answer: str, name: str, published: tuple[Path, list[np.ndarray]]) -> None:
+def test_requests_are_repeated_after_nasty_answers(
+    answer: str, name: str, published: tuple[Path, list[np.ndarray]]
+) -> None:
     folder, versions = published
     with server(Nasty(folder, ANSWERS[answer], 2, name).handler) as url:
         subscriber = Subscriber(np.zeros(3000), Http(url, timeout=0.3))
@@ -196,10 +198,8 @@ def test_an_interrupted_download_continues_where_it_stopped(published: tuple[Pat
     assert [asked for asked in nasty.requests if ".gz" in asked[0]][1][1] == f"bytes={size // 2}-"
 
 
-def test_a_list_of_versions_is_never_put_together_from_two(
-    tmp_path: Path, published: tuple[Path, list[np.ndarray]]
-) -> None:
-    """It may change between the attempts; other files never do."""
+def test_a_list_of_versions_is_never_a_mixture_of_two(tmp_path: Path, published: tuple[Path, list[np.ndarray]]) -> None:
+    """Unlike other files, it may change between two attempts."""
     versions = [Version(i, i, "0" * 32, "", None, None) for i in range(1, 5)]
 
     def replaced(handler: Handler, data: bytes, number: int) -> None:
@@ -248,7 +248,7 @@ def test_the_static_server_of_python(published: tuple[Path, list[np.ndarray]]) -
         Subscriber(x, Http(url, retries=1)).update()
 
 
-def test_lists_that_claim_much_take_no_memory(tmp_path: Path, published: tuple[Path, list[np.ndarray]]) -> None:
+def test_lists_with_huge_sizes_take_no_memory(tmp_path: Path, published: tuple[Path, list[np.ndarray]]) -> None:
     folder, versions = published
     x = versions[0].copy()
     data = (folder / MANIFEST).read_bytes()
