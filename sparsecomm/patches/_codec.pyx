@@ -1,6 +1,5 @@
 # distutils: language = c++
-"""The C++ codec of patches (kernels/patches) on the memory of tensors in host memory. Loops over
-elements release the GIL."""
+"""The C++ codec of patches (kernels/patches) for tensors in host memory. Loops over elements release the GIL."""
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy

@@ -61,7 +61,7 @@ class Subscriber:
 
         It reads as few bytes as possible: patches, or an anchor and patches. If a file is missing, damaged or
         made for other weights, it tries other files, and `problems` says why. If the newest version cannot be reached,
-        it goes as far as possible. After an error, too, the tensors hold one complete version.
+        it goes as far as possible. After an error, the tensors hold one complete version, or the values from before.
 
         Returns:
             the step of the version that the tensors now hold; ``None`` if there is none.
