@@ -9,12 +9,6 @@
 //   size_t last_up_to(const uint16_t* sorted, unsigned limit)    index of the last of 16 numbers up to `limit`; the first is
 //   uint64_t hash_block(const uint8_t* block)                    see `hash_word`
 
-template <class U>
-inline uint8_t class_of(U element, const Elements& e) {
-    const U exponent = U(element >> e.shift) & U(e.mask), low = U(e.low);
-    return uint8_t(std::min(U(std::max(exponent, low) - low), U(CLASSES - 1)));
-}
-
 constexpr size_t CHUNK = 1024;  // elements
 constexpr size_t AHEAD = 2;     // chunks whose memory is requested before they are used
 
@@ -197,7 +191,7 @@ void compare(const void* before, const void* after, size_t n, Elements e, size_t
         }
         for (size_t j = 0; j < changes; j++, o++) {
             const size_t i = changed[j];
-            const uint8_t c = class_of(x[i], e);
+            const uint8_t c = uint8_t(class_of(x[i], e.shift, e.mask, e.low));
             found->label[o] = c;
             found->rank[o] = members[c] + tile.rank(c, i);
             const U step = U(ordered(y[i], e.is_float) - ordered(x[i], e.is_float));
