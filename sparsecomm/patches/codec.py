@@ -26,9 +26,9 @@ from sparsecomm.tensors.interop import Tensor
 MAGIC = b"SPARSECOMM PATCH 1\n"
 MAX_HEADER_BYTES = 1 << 26  # of the decompressed header: about a million tensors
 _CHANGES, _WHOLE = 0, 1  # how a tensor is coded
-_WORTH_TRYING = 0.25  # if changes take more than this share of a tensor's bytes, try to compress the whole tensor
+_WORTH_TRYING = 1 / 64  # if changes take more than this share of a tensor's bytes, try to compress the whole tensor
 _PIECE = 1 << 20  # elements that are compressed together
-_SAMPLED_RUN, _SAMPLED_RUNS = 4096, 32  # elements per run, and runs, of the sample that predicts the compressed size
+_SAMPLED_RUN, _SAMPLED_RUNS = 1024, 4  # elements per run, and runs, of the sample that predicts the compressed size
 
 
 class TensorPatch(NamedTuple):
