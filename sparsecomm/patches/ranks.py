@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
 from contextlib import suppress
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
@@ -15,13 +14,12 @@ from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, PatchError, describe, log
-from sparsecomm.patches.sources import Source, source_of
+from sparsecomm.patches.sources import Source, source_of, temporary_file
 from sparsecomm.patches.versions import MANIFEST, parse, way
 from sparsecomm.transport import Comm, transport_of
 
 _QUESTION = struct.Struct("<Q16s256s")  # maximum size, the version that the rank holds, and the file's name or ""
 _CHUNK = 1 << 24
-_IN_MEMORY = 1 << 26
 
 
 class Ranks(Source):
@@ -120,7 +118,7 @@ class Ranks(Source):
             _close(file)
             return (FileNotFoundError if is_missing else OSError)(self._broadcast(problem.ljust(length)).decode())
         # The root also returns the bytes that it sent, so that all ranks see the same list of versions.
-        received, failure = cast(BinaryIO, tempfile.SpooledTemporaryFile(_IN_MEMORY)), None  # noqa: SIM115
+        received, failure = temporary_file(), None
         for begin in range(0, size, _CHUNK):
             chunk = self._broadcast(_read(file, min(_CHUNK, size - begin)))
             try:

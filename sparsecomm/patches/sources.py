@@ -16,7 +16,7 @@ from sparsecomm.checks import quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError, log
 from sparsecomm.patches.versions import MANIFEST
 
-_IN_MEMORY = 1 << 26  # bytes; longer downloads go to a temporary file
+_IN_MEMORY = 1 << 26  # bytes; the rest of a longer file is on the disk
 _CHUNK = 1 << 18
 _MISSING = (403, 404, 410)  # HTTP status codes of files that do not exist; buckets send 403 if listing is not allowed
 
@@ -83,7 +83,7 @@ class Http(Source):
 
     def fetch(self, name: str, max_bytes: int) -> BinaryIO:
         """See `Source.fetch`."""
-        file = cast(BinaryIO, tempfile.SpooledTemporaryFile(_IN_MEMORY))  # noqa: SIM115  # the caller closes it
+        file = temporary_file()  # the caller closes it
         for attempt in range(self._retries + 1):
             if name == MANIFEST:  # may change between two attempts
                 file.truncate(0)
@@ -130,6 +130,11 @@ class Http(Source):
 
 class _TooLongError(OSError):
     pass
+
+
+def temporary_file() -> BinaryIO:
+    """Return a new file for what is received."""
+    return cast(BinaryIO, tempfile.SpooledTemporaryFile(_IN_MEMORY))
 
 
 def path_of(folder: object) -> Path:
