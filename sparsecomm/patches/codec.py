@@ -272,8 +272,8 @@ def write_all(new: Mapping[str, New], weights: Mapping[str, Weight], version: st
         overlap = other.tensor.pointer < one.tensor.pointer + one.tensor.nbytes
         if overlap and not (is_tied and new[one.name].digest == new[other.name].digest):
             raise InvalidInputError(
-                f"{one.name} and {other.name} share memory, but the published ones differ or do not overlap in the "
-                "same way; pass separate tensors"
+                f"{one.name} and {other.name} share memory, but the published ones differ, or they overlap only in "
+                "part; pass separate tensors"
             )
     for replaced in new.values():
         replaced.write()
