@@ -351,7 +351,6 @@ class History:
 
 def play(seed: int, length: int = 30) -> None:
     """Play a history in a new folder, in memory if possible: disks are slow to make files durable."""
-    logging.getLogger("sparsecomm").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         try:
             History(seed, Path(folder)).play(length)
@@ -365,6 +364,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
+    logging.getLogger("sparsecomm").setLevel(logging.ERROR)
     begin, failed = time.monotonic(), []
     for seed in range(given.first, given.first + given.seeds):
         try:
