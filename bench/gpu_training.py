@@ -50,7 +50,7 @@ from torch.nn import functional
 import sparsecomm.torch
 from bench import report
 from bench.clock import Clock
-from sparsecomm.optimizers.adamw import DENSITY
+from sparsecomm.optimizers.options import DENSITY
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import simulated
 

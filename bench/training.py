@@ -45,7 +45,7 @@ import sparsecomm.torch as sct
 from bench import report
 from bench.compare.baselines import start_gloo
 from bench.timing import Runner, Timer
-from sparsecomm.optimizers.adamw import DENSITY as DENSITY_OF_ADAMW
+from sparsecomm.optimizers.options import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.quantities import rate_text
 from sparsecomm.transport import simulated
 

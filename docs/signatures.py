@@ -1,22 +1,21 @@
 """What the reference adds to signatures: the values of defaults, and the options that functions hand on.
 
 Pages are made of sources alone, in which a default may be the name of a constant, and options are
-``**options: Unpack[...]``. The decorator `sparsecomm.checks.with_options` says which options these are, and which
-function declares and documents them.
+``**options: Unpack[...]``. The decorator `sparsecomm.options.with_options` says which options these are, and what
+declares and documents them.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
-WITH_OPTIONS = "sparsecomm.checks.with_options"
-ARGUMENTS = re.compile(r"^Args:\n((?: {4}.*\n?|\n(?= {4}))*)", re.MULTILINE)
-ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*|\n(?= {5}))*)$", re.MULTILINE)
+from sparsecomm.options import documented
+
+WITH_OPTIONS = "sparsecomm.options.with_options"
 
 
 class Signatures(griffe.Extension):
@@ -63,21 +62,45 @@ def _name_options(pkg: griffe.Module, function: griffe.Function) -> None:
     variadic = next((p for p in function.parameters if p.kind is griffe.ParameterKind.var_keyword), None)
     if call is None or variadic is None:
         return
-    typed, declared, defaults = _found(pkg, call.arguments[0]), _found(pkg, call.arguments[1]), {}
-    _name_options(pkg, declared)  # which may hand on some itself
-    for argument in call.arguments[2:]:
+    typed, *declared = (_found(pkg, argument) for argument in call.arguments if not _is_keyword(argument))
+    defaults: dict[str, Any] = {}
+    for argument in filter(_is_keyword, call.arguments):
         many = isinstance(argument, griffe.ExprVarKeyword)
         defaults |= _items(_found(pkg, argument.value).value) if many else {argument.name: argument.value}
     del function.parameters[variadic.name]
-    names = {name for owner in [typed, *typed.mro()] for name in owner.members}
-    shown = [parameter for parameter in declared.parameters if parameter.name in names]
-    for parameter in shown:
-        default = defaults.get(parameter.name, parameter.default)
-        kind = griffe.ParameterKind.keyword_only
-        function.parameters.add(
-            griffe.Parameter(parameter.name, annotation=parameter.annotation, kind=kind, default=default)
-        )
-    _describe(_docstring(function), [parameter.name for parameter in shown], _docstring(declared))
+    own = {parameter.name for parameter in function.parameters}
+    fields = [parameter for declaration in declared for parameter in _fields(pkg, declaration)]
+    for name in (name for owner in [*reversed(typed.mro()), typed] for name in owner.members):
+        if name not in own:
+            field = next(field for field in fields if field.name == name)
+            default = defaults.get(name, field.default)
+            kind = griffe.ParameterKind.keyword_only
+            function.parameters.add(griffe.Parameter(name, annotation=field.annotation, kind=kind, default=default))
+    docstring, names = _docstring(function), [parameter.name for parameter in function.parameters]
+    texts = [text for declaration in declared for text in _docstrings(declaration)]
+    docstring.value = documented(docstring.value, names, texts)
+
+
+def _is_keyword(argument: Any) -> bool:
+    return isinstance(argument, (griffe.ExprKeyword, griffe.ExprVarKeyword))
+
+
+def _fields(pkg: griffe.Module, declaration: Any) -> list[griffe.Parameter]:
+    """Return the parameters of a function or a class, which may itself pass options on."""
+    if declaration.is_function:
+        _name_options(pkg, declaration)
+        return list(declaration.parameters)
+    if "__init__" in declaration.members:
+        return _fields(pkg, declaration.members["__init__"])
+    kind, classes = griffe.ParameterKind.keyword_only, [declaration, *declaration.mro()]  # a dataclass
+    members = [member for owner in classes for member in owner.members.values() if member.is_attribute]
+    return [griffe.Parameter(m.name, annotation=m.annotation, kind=kind, default=m.value) for m in members]
+
+
+def _docstrings(declaration: Any) -> list[str | None]:
+    documented = [declaration] if declaration.is_function else [declaration, *declaration.mro()]
+    documented += [declaration.members["__init__"]] if "__init__" in declaration.members else []
+    return [member.docstring.value if member.docstring else None for member in documented]
 
 
 def _items(dictionary: griffe.ExprDict) -> dict[str, Any]:
@@ -85,28 +108,7 @@ def _items(dictionary: griffe.ExprDict) -> dict[str, Any]:
     return dict(zip(keys, dictionary.values, strict=True))
 
 
-# -- docstrings -------------------------------------------------------------------------------------------------------
-
-
 def _docstring(function: griffe.Function) -> griffe.Docstring:
     """Return the docstring that describes a function's arguments. For ``__init__`` this may be the class docstring."""
-    own, of_class = function.docstring, function.parent.docstring if function.name == "__init__" else None
-    return of_class if of_class is not None and ARGUMENTS.search(of_class.value) else own
-
-
-def _entries(docstring: griffe.Docstring) -> list[tuple[list[str], str]]:
-    """Return the names and the text of each entry of a docstring's arguments."""
-    block = ARGUMENTS.search(docstring.value)
-    return [(names.split(", "), text) for names, text in ENTRY.findall(block[1] if block else "")]
-
-
-def _describe(docstring: griffe.Docstring, names: list[str], declared: griffe.Docstring) -> None:
-    """Add missing options to a docstring. Their texts come from the function that declares the options."""
-    own = _entries(docstring)
-    known = {name for names_, _ in own for name in names_}
-    own = [([name for name in names_ if name != "options"] or names_, text) for names_, text in own]
-    for names_, text in _entries(declared):
-        lacking = [name for name in names_ if name in names and name not in known]
-        own += [(lacking, text)] if lacking else []
-    block = "Args:\n" + "".join(f"    {', '.join(names_)}: {text}\n" for names_, text in own)
-    docstring.value = ARGUMENTS.sub(lambda _: block, docstring.value)
+    of_class = function.parent.docstring if function.name == "__init__" else None
+    return of_class if of_class is not None and "\nArgs:\n" in of_class.value else function.docstring

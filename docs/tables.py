@@ -3,13 +3,15 @@
     python docs/tables.py            say which pages are out of date
     python docs/tables.py --write    bring them up to date
 
-Tables are between ``<!-- table: NAME -->`` and ``<!-- end table -->``.
+Tables are between ``<!-- table: NAME -->`` and ``<!-- end table -->``. The program also writes the types of options,
+for type checkers, below ``# declared above: NAME(BASE) of CLASSES without OPTIONS`` in the library's files.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import inspect
 import json
 import math
@@ -34,6 +36,12 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+SOURCES = sorted((ROOT / "sparsecomm").glob("*/*.py"))
+TYPE = re.compile(
+    r"^# declared above: (\w+)(?:\((\w+)\))? of ([\w, ]+?)(?: without ([\w, ]+))?\n(?:class.*\n(?:    .*\n)*)?",
+    re.MULTILINE,
+)
 
 HIERARCHICAL = "hierarchical"
 _LSTM = 196_743  # weights of the LSTM of bench/experiments/convergence
@@ -400,16 +408,40 @@ def updated(text: str) -> str:
     return TABLE.sub(table, text)
 
 
+def options_types(path: Path) -> str:
+    """Return a file of the library with the types of its options up to date."""
+    text = path.read_text()
+    if not TYPE.search(text):
+        return text
+    module = vars(importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)))
+
+    def written(match: re.Match[str]) -> str:
+        name, base, classes, without = match.groups()
+        omitted = {*(without or "").split(", "), *(module[base].__annotations__ if base else ())}
+        fields = [field for declared in classes.split(", ") for field in dataclasses.fields(module[declared])]
+        lines = [match[0].splitlines()[0], f"class {name}({base or 'TypedDict'}, total=False):"]
+        lines += [f"    {field.name}: {field.type}" for field in fields if field.name not in omitted]
+        return "\n".join(lines) + "\n"
+
+    return TYPE.sub(written, text)
+
+
+def stale() -> dict[Path, str]:
+    """Return the files that are out of date, with their new contents."""
+    new = {page: updated(page.read_text()) for page in PAGES} | {file: options_types(file) for file in SOURCES}
+    return {path: text for path, text in new.items() if text != path.read_text()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="bring the pages up to date")
+    parser.add_argument("--write", action="store_true", help="bring the files up to date")
     write = parser.parse_args().write
-    stale = [page for page in PAGES if updated(page.read_text()) != page.read_text()]
-    for page in stale:
-        print(f"{page.relative_to(ROOT)}: {'written' if write else 'out of date: python docs/tables.py --write'}")
+    files = stale()
+    for path, text in files.items():
+        print(f"{path.relative_to(ROOT)}: {'written' if write else 'out of date: python docs/tables.py --write'}")
         if write:
-            page.write_text(updated(page.read_text()))
-    return 1 if stale and not write else 0
+            path.write_text(text)
+    return 1 if files and not write else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
 from sparsecomm.calls.collectives import Realignment
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.nodes import NodesOption, check_nodes, find_nodes
-from sparsecomm.calls.plan import Options
+from sparsecomm.calls.options import SumSettings
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import check_choice, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
@@ -152,14 +152,14 @@ def explain(
     if (size := to_int(n, 1)) is None:
         raise InvalidInputError(f"n={quote(n)}: expected the number of elements, an int from 1 to 2^63 - 1")
     check_choice("dtype", dtype, DTYPES)
-    options = Options.of(algorithm, op, wire)
-    options.check(dtype)
+    settings = SumSettings(algorithm=algorithm, op=op, wire=wire)
+    settings.check(dtype)
     transport = transport_of(comm)
     costs = costs_of(transport)
     found, _ = find_nodes(transport, check_nodes(nodes))
     m = 1 if found is None else found.per_node
     count, shared = count_of(k, size), costs.costs.shared_by(m)
-    query = options.query(transport, -(-size // m), -(-count // m), DTYPES[dtype].accumulator.itemsize, m)
+    query = settings.query(transport, -(-size // m), -(-count // m), DTYPES[dtype].accumulator.itemsize, m)
     return Explanation(query, shared, costs.source, candidates(query, shared), m)
 
 

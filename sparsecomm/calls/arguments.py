@@ -49,25 +49,10 @@ def chunks_of(k: Any, chunk: Any) -> Chunks:
     return Chunks(count_of(k, length, "the elements of a chunk"), length)
 
 
-def decay_of(decay: object, residual: object, algorithm: object) -> float:
-    """Return the factor of the residual."""
-    factor = to_float(decay)
-    if not 0 < factor <= 1:  # true for NaN
-        raise InvalidInputError(f"decay={quote(decay)}: expected a number in (0, 1]; 1 keeps all of the residual")
-    if factor < 1 and residual is None:
-        raise InvalidInputError(f"decay={factor!r} without a residual to multiply; pass one, or leave decay out")
-    name = getattr(algorithm, "name", algorithm) if factor < 1 else None  # not checked yet: may be any object
-    if isinstance(name, str) and name == "dense":
-        raise InvalidInputError(f"decay={factor!r} with algorithm='dense', which leaves no residual; leave one out")
-    return factor
-
-
-def label_of(label: object) -> Label:
+def label_of(label: str | Label) -> Label:
     """Return the label of a call that a user has labelled, or ``label`` itself if it is a `Label` of this library."""
     if isinstance(label, Label):
         return label
-    if not isinstance(label, str):
-        raise InvalidInputError(f"label={quote(label)}: expected a str")
     return Label.of(("call", "sparse_allreduce"), ("label", repr(label))) if label else UNLABELLED
 
 

@@ -5,22 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from sparsecomm import backends
-from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_of, name_rank, note_skipped
+from sparsecomm.calls.arguments import chunks_of, count_of, label_of, name_rank, note_skipped
 from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
-from sparsecomm.calls.plan import Options, Plan
+from sparsecomm.calls.options import CallOptions, CallSettings
+from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import FAILED, NO_ENTRIES, Call, CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution
 from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.options import Unpack, check_options, with_options
 from sparsecomm.primitives.communicator import Communicator, gather_words
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.arrays import TensorLike
@@ -28,7 +28,9 @@ from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, Transport, existing_transport, transport_of
-from sparsecomm.wire import PLAIN, CallSignature, Messages, Op, WireName
+from sparsecomm.wire import PLAIN, CallSignature, Messages
+
+_NOT_PLANNED = frozenset({"decay", "label"})  # options that may differ between calls of one plan
 
 
 class SumCall(Call):
@@ -80,7 +82,7 @@ class SumCall(Call):
             counters.end_sum()
 
     def contents(self) -> Pairs:
-        return [*self.label.pairs(), *asdict(self.plan.options).items(), *self.comm.contents]
+        return [*self.label.pairs(), *self.plan.settings.common.items(), *self.comm.contents]
 
     def _exchange(self) -> SparseVector:
         return self._quotient(self._sum(self.comm))
@@ -110,19 +112,15 @@ class SumCall(Call):
 
 
 @deferred
+@with_options(CallOptions, CallSettings)
 def sparse_allreduce(
     x: TensorLike,
     k: int | float,
     *,
     comm: Comm = None,
-    algorithm: AlgorithmName | Algorithm = "auto",
-    op: Op = "sum",
     residual: TensorLike | None = None,
     out: TensorLike | None = None,
-    wire: WireName = "auto",
-    chunk: int | None = None,
-    decay: float = 1.0,
-    label: str = "",
+    **options: Unpack[CallOptions],
 ) -> SparseVector:
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
 
@@ -140,28 +138,11 @@ def sparse_allreduce(
             1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0`` all entries.
         comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport. ``None`` is the job: the
             default process group if there is one, else COMM_WORLD. The library communicates on a duplicate.
-        algorithm: a name from `algorithms`, or an `Algorithm` from it. "split:R" is "split" with a result of R k
-            entries, R = 2, 3, ..., which suits trainings with few rounds. "fastest" is the global top-k algorithm
-            with the shortest predicted time, by the costs that `sparsecomm tune` or the first call measured. "auto" is
-            the same, or "dense" if that is predicted to be faster.
-        op: "sum"; "mean", the sum divided by the number of ranks; or "mean_of_contributors", the sum at each index
-            divided by the number of ranks that sent an entry there, which only some algorithms know
-            (docs/algorithms/index.md). The result has the same indices as for "sum".
         residual: of x's shape, device and type, or float32 if x has 16-bit elements; updated in place. Begin with
             zeros. Pass it on all ranks or on none.
         out: of x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
             Pass it on all ranks or on none.
-        wire: format of entries in messages. "plain": 8 bytes each for float32. "packed": indices in about
-            2 + log2(n/k) bits, exact values. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4",
-            "packed_int2", "packed_sign": also rounds values; residuals keep the rounding errors. "auto": plain or
-            packed, whichever costs less. Dense messages are not packed.
-        chunk: every rank selects k of each ``chunk`` elements, as in `topk`. The chunks do not limit the result: a
-            global top-k algorithm returns the largest entries of the whole sum, as many as one rank selects. "dense"
-            ignores ``chunk``. Must be the same on all ranks.
-        decay: factor in (0, 1] of the residual before x is added, so that old entries fade (SparseLoCo: Sarfi et al.,
-            2025). Ranks may differ in it. Not supported with ``algorithm="dense"``.
-        label: a name, for example of the layer. Calls with different labels do not match. Without labels, the library
-            cannot detect that ranks make two calls of the same size in different orders.
+        options: see `sparsecomm.calls.options`.
 
     Returns:
         The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
@@ -179,24 +160,20 @@ def sparse_allreduce(
         After the last four, the residual is ``decay * residual + x``: it contains x and has decayed once. After any
         other exception, such as `KeyboardInterrupt`, use `last_call` to find out whether the call succeeded.
     """
-    queue, call = prepare(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label, background=False)
+    queue, call = prepare(x, k, comm, residual, out, options)
     return queue.call(call)
 
 
 @deferred
+@with_options(CallOptions, CallSettings)
 def isparse_allreduce(
     x: TensorLike,
     k: int | float,
     *,
     comm: Comm = None,
-    algorithm: AlgorithmName | Algorithm = "auto",
-    op: Op = "sum",
     residual: TensorLike | None = None,
     out: TensorLike | None = None,
-    wire: WireName = "auto",
-    chunk: int | None = None,
-    decay: float = 1.0,
-    label: str = "",
+    **options: Unpack[CallOptions],
 ) -> Handle:
     """Start a `sparse_allreduce` and return at once. A thread of the communicator makes the call; wait for the handle.
 
@@ -221,46 +198,72 @@ def isparse_allreduce(
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         TimeoutError: in the first call on a communicator, which waits for the other ranks' first calls.
     """
-    queue, call = prepare(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label, background=True)
+    queue, call = prepare(x, k, comm, residual, out, options, background=True)
     return queue.submit(call)
 
 
-def prepare(*arguments: Any, background: bool) -> tuple[CallQueue, SumCall]:
-    """Return the queue of a communicator, and a call that is ready to be made.
+def prepare(
+    x: object,
+    k: int | float,
+    comm: Comm,
+    residual: object,
+    out: object,
+    options: Mapping[str, Any],
+    *,
+    background: bool = False,
+) -> tuple[CallQueue, SumCall]:
+    """Return the queue of a communicator, and a call of `sparse_allreduce` that is ready to be made.
 
-    The arguments are all of `sparse_allreduce`, in order. ``background``: a thread of the queue makes the call.
+    ``background``: a thread of the queue makes the call. The label may be a `Label`.
 
     After a `TransportError`, or any error once a measurement of links has begun, the residual is as after a failed
     call. After other errors it is unchanged.
     """
-    x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label = arguments
     measurement: LinkMeasurement | None = None
     try:
         t = tensor(x, "x")
         r = None if residual is None else as_residual(residual, t)
         o = None if out is None else as_out(out, t, residual=r)
-        factor = 1.0 if type(decay) is float and decay == 1.0 else decay_of(decay, r, algorithm)
-        named = UNLABELLED if type(label) is str and not label else label_of(label)
-        arrays = r is not None, o is not None
-        key = (k, type(k), t.shape, t.dtype.code, t.device, arrays, algorithm, op, wire, chunk, type(chunk))
+        arrays, factor, label = (r is not None, o is not None), 1.0, UNLABELLED
+        planned = options
+        if not _NOT_PLANNED.isdisjoint(options):
+            planned = {name: value for name, value in options.items() if name not in _NOT_PLANNED}
+        chunk_type = type(planned.get("chunk"))  # 4 == 4.0
+        key = (k, type(k), t.shape, t.dtype.code, t.device, arrays, chunk_type, *planned, *planned.values())
         transport = existing_transport(comm)
         queue = None if transport is None else queue_of(transport)
         plan = None if queue is None else queue.plans.find(key)
+        if plan is None or planned is not options:
+            check_options(sparse_allreduce, options)
+            settings = CallSettings(**options)
+            factor, label = settings.decay, label_of(settings.label)
+            if factor < 1 and r is None:
+                raise InvalidInputError(
+                    f"decay={factor!r} without a residual to multiply; pass one, or leave decay out"
+                )
         if queue is None or plan is None:
-            options = Options.of(algorithm, op, wire)
-            chunks = None if chunk is None else chunks_of(k, chunk)
+            chunks = None if settings.chunk is None else chunks_of(k, settings.chunk)
             count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
-            options.check(t.dtype.name, by_chunk=chunks is not None)
+            settings.check(t.dtype.name, by_chunk=chunks is not None)
             try:
                 transport = transport_of(comm)
             except TransportError:
                 _roll_back(t, r, factor)
                 raise
             queue = queue_of(transport)
-            measurement = measurement_needed(transport, options)
-            costs = plan_costs(transport, options, measurement)
-            backend = queue.backends.of(t.device)
-            plan = Plan(transport, backend, t.dtype, t.shape, t.size, count, options, costs, chunks, arrays)
+            measurement = measurement_needed(transport, settings)
+            plan = Plan(
+                transport,
+                queue.backends.of(t.device),
+                settings,
+                dtype=t.dtype,
+                shape=t.shape,
+                size=t.size,
+                k=count,
+                costs=plan_costs(transport, settings, measurement),
+                chunks=chunks,
+                arrays=arrays,
+            )
             queue.plans.keep(key, plan)
         backend = plan.backend
         contribution = Contribution(backend, t, r, t.shape, t.size, plan.chunks, factor)
@@ -269,7 +272,7 @@ def prepare(*arguments: Any, background: bool) -> tuple[CallQueue, SumCall]:
         if background:
             with within:
                 within = backend.side_stream()
-        return queue, SumCall(plan, contribution, named, write, within)
+        return queue, SumCall(plan, contribution, label, write, within)
     except InvalidInputError as error:
         note_skipped(comm, error)
         raise name_rank(error, comm) from error.__cause__

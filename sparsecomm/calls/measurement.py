@@ -8,7 +8,7 @@ others (one trip) or forwards them in log2 P trips. On one node, the costs are u
 from __future__ import annotations
 
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.plan import Options
+from sparsecomm.calls.options import SumSettings
 from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, queue_of
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
@@ -49,26 +49,28 @@ def costs_for_steps(transport: Transport) -> KnownCosts:
     return costs_of(transport)
 
 
-def costs_matter(transport: Transport, options: Options) -> bool:
-    """Return whether calls with these options need the costs of the links."""
-    return transport.num_nodes > 1 or options.chooses_algorithm
+def costs_matter(transport: Transport, settings: SumSettings) -> bool:
+    """Return whether calls with these settings need the costs of the links."""
+    return transport.num_nodes > 1 or settings.chooses_algorithm
 
 
-def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
-    """Return the costs for planning a call with ``options``.
+def plan_costs(
+    transport: Transport, settings: SumSettings, measurement: LinkMeasurement | None = None
+) -> KnownCosts | None:
+    """Return the costs for planning a call with ``settings``.
 
     On one node, a call with a given algorithm needs no measurement. The result is then ``None`` if the wire format is
     also given, and otherwise the known or assumed costs, which decide the format. For the other arguments and the
     errors, see `costs_of`.
     """
-    if costs_matter(transport, options):
+    if costs_matter(transport, settings):
         return costs_of(transport, measurement)
-    return None if options.wire != "auto" else _known(transport) or profile.ASSUMED
+    return None if settings.wire != "auto" else _known(transport) or profile.ASSUMED
 
 
-def measurement_needed(transport: Transport, options: Options | None = None) -> LinkMeasurement | None:
-    """Return the call that `costs_of` has to make, or None if costs are known or ``options`` do not need them."""
-    if options is not None and not costs_matter(transport, options):
+def measurement_needed(transport: Transport, settings: SumSettings | None = None) -> LinkMeasurement | None:
+    """Return the call that `costs_of` has to make, or None if costs are known or ``settings`` do not need them."""
+    if settings is not None and not costs_matter(transport, settings):
         return None
     measuring = queue_of(transport).measuring
     if measuring is not None and _known(transport) is None:  # an interrupt ended `costs_for_steps`

@@ -13,21 +13,19 @@ import numpy as np
 
 from sparsecomm.backends import float_mode_only
 from sparsecomm.backends.adamw import Moments, unit_dtype
-from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.errors import InvalidInputError, SparseCommError, pip_install
-from sparsecomm.jax.exchange import Density, call_from_xla
+from sparsecomm.jax.exchange import call_from_xla
 from sparsecomm.jax.transform import check_parameters
 from sparsecomm.jax.trees import PyTree, checked, init_residuals
-from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW
-from sparsecomm.reducer import Reducer
-from sparsecomm.reducer.options import Schedule, with_dense_steps
+from sparsecomm.optimizers.adamw import LazyAdamW
+from sparsecomm.optimizers.options import AdamWOptions, AdamWRule, AdamWSettings, settings_of
+from sparsecomm.options import Unpack, with_options
+from sparsecomm.reducer.options import ReducerSettings
 from sparsecomm.signals import deferred, interrupt_in
-from sparsecomm.states.weights import check_every
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU, TensorSpec
 from sparsecomm.tensors.sparse import Array
 from sparsecomm.transport import Comm, Transport, transport_of
-from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -51,6 +49,7 @@ class SparseAdamWState(NamedTuple):
     units_lag: jax.Array  # whether dense steps have changed nu, but not yet the units; of shape ()
 
 
+@with_options(AdamWOptions, AdamWRule, AdamWSettings)
 def sparse_adamw(
     learning_rate: float | Callable[[Any], Any],
     b1: float = 0.9,
@@ -59,12 +58,8 @@ def sparse_adamw(
     weight_decay: float = 1e-4,
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
-    density: Density = DENSITY,
-    dense_steps: int | None = None,
     comm: Comm = None,
-    wire: WireName = "auto",
-    nodes: NodesOption = "auto",
-    check_weights_every: int | None = 0,
+    **options: Unpack[AdamWOptions],
 ) -> optax.GradientTransformationExtraArgs:
     """Return ``optax.adamw`` with gradients averaged over all ranks, in 1/41 of the bytes of dense sums.
 
@@ -80,12 +75,10 @@ def sparse_adamw(
     Args:
         learning_rate: a number, or an optax schedule: a function of the step, from 0.
         b1, b2, eps, weight_decay, mask: as in ``optax.adamw``. With ``optax.inject_hyperparams`` pass
-            ``static_args=("density", "dense_steps", "check_weights_every")``.
-        density: share of the entries that is sent and received: a number or a function, as in `sparsify`.
-        dense_steps: as in `sparsify`.
-        comm, wire: as in `sparsify`; by default values have 2 bits, and float64 values are exact.
-        nodes: as in `sparsecomm.Reducer`. With nodes, residuals and units are flat arrays of this rank's part, too.
-        check_weights_every: as in `sparsify`; units are compared, too.
+            ``static_args=("density", "dense_steps", "bucket_bytes", "on_step", "check_weights_every")``.
+        comm: as in `sparsify`.
+        options: as in `sparsecomm.SparseAdamW`. With nodes, residuals and units are flat arrays of this rank's part,
+            too.
 
     Returns:
         A transformation whose state is `SparseAdamWState`, a pytree. ``update`` raises the errors of `allreduce_tree`.
@@ -94,14 +87,15 @@ def sparse_adamw(
         import optax
     except ImportError as error:
         raise ImportError(f"sparse_adamw needs optax ({error}): {pip_install('jax')}") from error
-    if not any(isinstance(each, jax.Array) for each in (learning_rate, b1, b2, eps, weight_decay)):
-        AdamWRule.of(0.0 if callable(learning_rate) else learning_rate, (b1, b2), eps, weight_decay)
-    schedule = with_dense_steps(density, dense_steps)
-    every = check_every(check_weights_every)
+    settings, rule_options = settings_of(sparse_adamw, options)
+    if not any(isinstance(number, jax.Array) for number in (learning_rate, b1, b2, eps, weight_decay)):
+        rate = 0.0 if callable(learning_rate) else learning_rate
+        AdamWRule(lr=rate, betas=(b1, b2), eps=eps, weight_decay=weight_decay, **rule_options)
+    ReducerSettings(**settings.reducer_options)
 
     @functools.cache
     def on_host(transport: Transport, *specs: TensorSpec) -> _OnHost:
-        return _OnHost({spec.name: spec for spec in specs}, schedule, transport, wire, nodes)
+        return _OnHost({spec.name: spec for spec in specs}, settings, transport)
 
     def init(params: PyTree) -> SparseAdamWState:
         residuals, structure = jax.tree.flatten(init_residuals(params))
@@ -136,24 +130,27 @@ def sparse_adamw(
         optimizer = on_host(transport_of(comm), *specs)
         optimizer.check(state)
         compared = {"params": params} if optimizer.has_slices else {"params": params, "units": state.units}
-        check_parameters(compared, state.step, every, comm=comm)
+        check_parameters(compared, state.step, settings.check_weights_every, comm=comm)
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         numbers = rate, b1, b2, eps, weight_decay
-        fixed = [None if isinstance(each, jax.Array) else float(each) for each in numbers]
+        fixed = [None if isinstance(number, jax.Array) else float(number) for number in numbers]
         on = (mask(params) if callable(mask) else mask) or jax.tree.map(lambda _: True, params)
         decays = jax.tree.leaves(jax.tree.map(lambda _, on: bool(on), params, on))
-        given = [each for each in numbers if isinstance(each, jax.Array)]
-        operands, structure = jax.tree.flatten([given, grads, weights, [jax.tree.leaves(tree) for tree in state]])
+        traced = [number for number in numbers if isinstance(number, jax.Array)]
+        operands, structure = jax.tree.flatten([traced, grads, weights, [jax.tree.leaves(tree) for tree in state]])
 
         def host(*operands: Any) -> list[Array]:
-            given, grads, weights, old = jax.tree.unflatten(structure, operands)
-            rest = iter(given)  # 0.1, and not the float32 nearest to it
-            rate, *betas, tiny, decay = (float(str(np.asarray(next(rest)))) if n is None else n for n in fixed)
-            rules = [AdamWRule.of(rate, betas, tiny, decay * on) for on in decays]
+            traced, grads, weights, old = jax.tree.unflatten(structure, operands)
+            rest = iter(traced)  # 0.1, and not the float32 nearest to it
+            rate, first, second, tiny, decay = (float(str(np.asarray(next(rest)))) if n is None else n for n in fixed)
+            rules = [
+                AdamWRule(lr=rate, betas=(first, second), eps=tiny, weight_decay=decay * on, **rule_options)
+                for on in decays
+            ]
             optimizer = on_host(transport_of(comm), *specs)
             return jax.tree.leaves(optimizer.step(grads, weights, SparseAdamWState(*old), rules))
 
-        like = operands[len(given) + len(grads) :]
+        like = operands[len(traced) + len(grads) :]
         if any(isinstance(each, jax.core.Tracer) for each in operands):
             results = call_from_xla(host, like, *operands)
         else:
@@ -179,11 +176,8 @@ def _specs(params: PyTree) -> list[TensorSpec]:
 class _OnHost:
     """The optimizer of a tree of parameters, in host memory. Between steps it keeps memory and plans, but no state."""
 
-    def __init__(
-        self, specs: dict[str, TensorSpec], schedule: Schedule, comm: Comm, wire: WireName, nodes: NodesOption
-    ) -> None:
-        tensors = dict(reversed(specs.items()))  # a bucket has them in the reverse order
-        self._reducer = Reducer(tensors, schedule, comm=comm, wire=wire, scope="model", nodes=nodes, **OPTIONS)
+    def __init__(self, specs: dict[str, TensorSpec], settings: AdamWSettings, comm: Comm) -> None:
+        self._reducer = settings.reducer(dict(reversed(specs.items())), comm)  # a bucket has them in reverse order
         self._names, self._adamw = list(specs), LazyAdamW(specs, self._reducer, None)
         self._inputs: list[Any] = []  # the state from which an interrupted step began
         self._weights: dict[str, Array] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import jax
@@ -18,9 +18,9 @@ from jax.interpreters import ad, batching, mlir
 from sparsecomm.backends import default_float_mode, float_mode_only
 from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.plan import Options
+from sparsecomm.calls.options import SumSettings
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.reducer.options import density_at, training_options
+from sparsecomm.reducer.options import ReducerSettings, density_at
 from sparsecomm.tensors.arrays import TensorLike
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Comm
@@ -57,8 +57,7 @@ class TreeExchange:
     buckets: tuple[LeafBucket, ...]  # one per call
     k: int | Density
     comm: Comm
-    options: Options
-    chunk: int | None = None  # for buckets that are not dense
+    settings: ReducerSettings
     training: bool = False  # whether "auto" means the setting for training, and density 1.0 a dense sum
 
     def run(
@@ -152,15 +151,15 @@ class TreeExchange:
         out: TensorLike | None = None,
     ) -> SparseVector:
         """Make the call of a bucket, which updates ``residual`` and overwrites ``out``."""
-        chunk, options = self.chunk, self.options
+        chunk = self.settings.chunk_length
+        sums: SumSettings = self.settings
         if bucket.dense or (self.training and k == 1.0):
-            k, chunk, options = 1.0, None, options.for_dense_sum()
+            k, chunk, sums = 1.0, None, sums.for_dense_sum()
         elif self.training:
-            options = training_options(options, bucket.dtype.name, by_chunk=chunk is not None)
+            sums = self.settings.for_sums(bucket.dtype.name)
         label: Any = Label.of(("call", "a sum of JAX arrays"), ("step", step)) + bucket.label
-        return sparse_allreduce(
-            x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=label, **asdict(options)
-        )
+        options = {**sums.common, "chunk": chunk, "label": label}
+        return sparse_allreduce(x, k, comm=self.comm, residual=residual, out=out, **options)
 
 
 @default_float_mode

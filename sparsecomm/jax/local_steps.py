@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm import local_steps as core
-from sparsecomm.checks import Unpack, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Density
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
 from sparsecomm.local_steps.exchange import ImmutableParameters
+from sparsecomm.options import Unpack, with_options
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec
@@ -46,7 +46,7 @@ class LocalSteps(Adapter):
         options: of `sparsecomm.LocalSteps` and `sparsecomm.Reducer`, with the defaults of the former.
     """
 
-    @with_options(LocalStepsOptions, core.LocalSteps.__init__, **DEFAULTS)
+    @with_options(LocalStepsOptions, core.LocalSteps, **DEFAULTS)
     def __init__(
         self,
         params: PyTree,

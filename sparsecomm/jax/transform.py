@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.calls.collectives import sparse_allreduce
-from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.checks import Unpack, with_options
+from sparsecomm.checks import check_choice
 from sparsecomm.errors import InvalidInputError, log, pip_install
 from sparsecomm.jax.exchange import Density, call_if
-from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
-from sparsecomm.reducer.options import DENSITY, with_dense_steps
+from sparsecomm.jax.trees import PyTree, TreeOptions, TreeScope, checked, init_residuals, tree_step
+from sparsecomm.options import Unpack, check_options, with_options
+from sparsecomm.reducer.options import DENSITY, ReducerSettings
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.states.weights import check_every, check_weights
 from sparsecomm.tensors.sparse import Array
@@ -24,6 +23,12 @@ if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 
+class SparsifyOptions(TreeOptions, total=False):
+    """Options of a `Reducer` that `sparsify` accepts."""
+
+    dense_steps: int | None
+
+
 class SparsifyState(NamedTuple):
     """The state of `sparsify`."""
 
@@ -31,17 +36,14 @@ class SparsifyState(NamedTuple):
     residuals: PyTree  # what this rank has not sent yet; differs between ranks
 
 
-@with_options(CallOptions, sparse_allreduce, op="mean")
+@with_options(SparsifyOptions, ReducerSettings)
 def sparsify(
     density: Density = DENSITY,
     *,
-    dense_steps: int | None = None,
     scope: TreeScope = "model",
-    chunk: int = 4096,
-    dense_below: int = 1024,
     comm: Comm = None,
     check_weights_every: int | None = 0,
-    **options: Unpack[CallOptions],
+    **options: Unpack[SparsifyOptions],
 ) -> optax.GradientTransformation:
     """Replace this rank's gradients by the sparse average over all ranks, with error feedback (Stich et al., 2018).
 
@@ -74,15 +76,15 @@ def sparsify(
         import optax
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): {pip_install('jax')}; allreduce_tree does not") from error
-    schedule = with_dense_steps(density, dense_steps)
+    check_options(sparsify, options)
+    check_choice("scope", scope, get_args(TreeScope))
+    settings = ReducerSettings(density=density, scope=scope, **options)
     every = check_every(check_weights_every)
-    options.setdefault("op", "mean")
-    record = Options.of(**options)
 
     def init(params: PyTree) -> SparsifyState:
         residuals = init_residuals(params)
         for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
-            record.check(dtype)
+            settings.check(dtype)
         return SparsifyState(jnp.zeros((), jnp.int32), residuals)
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
@@ -97,7 +99,7 @@ def sparsify(
         finite = all_finite(grads)  # otherwise this rank sends NaN, so that all ranks skip the step
         sent = jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), updates)
         old, step = state.residuals, state.step
-        means, new = tree_step(sent, schedule, old, scope, dense_below, record, step, chunk, comm, training=True)
+        means, new = tree_step(sent, old, settings, step, comm=comm, training=True)
 
         def after_skip(g: jax.Array, old: jax.Array, mean: jax.Array) -> jax.Array:
             kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)

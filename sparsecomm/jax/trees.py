@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -10,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.calls import arguments, collectives
+from sparsecomm.calls import arguments
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.checks import Unpack, with_options
+from sparsecomm.calls.options import SumOptions, SumSettings
+from sparsecomm.checks import check_choice
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import ONE_DEVICE, Density, LeafBucket, TreeExchange, accumulator_dtype
+from sparsecomm.options import Unpack, check_options, with_options
 from sparsecomm.reducer.connection import layout
-from sparsecomm.reducer.options import check_layout, density_at, described
+from sparsecomm.reducer.options import ReducerSettings, density_at, described
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU, TensorSpec
 from sparsecomm.transport import Comm
@@ -26,14 +26,9 @@ TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
-@with_options(CallOptions, collectives.sparse_allreduce)
+@with_options(SumOptions, SumSettings)
 def sparse_allreduce(
-    x: jax.Array,
-    k: int | float,
-    *,
-    residual: jax.Array | None = None,
-    comm: Comm = None,
-    **options: Unpack[CallOptions],
+    x: jax.Array, k: int | float, *, residual: jax.Array | None = None, comm: Comm = None, **options: Unpack[SumOptions]
 ) -> Any:
     """Sum the largest entries of every rank's JAX array over all ranks. Collective.
 
@@ -42,7 +37,7 @@ def sparse_allreduce(
         k: number of entries: an int from 1 to the size of x, or a density, a float in (0, 1]. It must not be traced.
         residual: an array of the shape of x: float64 for a float64 x, else float32. Begin with `init_residuals`.
         comm: as in `sparsecomm.sparse_allreduce`.
-        options: ``algorithm="auto"``, ``op="sum"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
+        options: as in `sparsecomm.sparse_allreduce`.
 
     Returns:
         The dense result, of the shape and type of x, rounded to nearest even. With a residual:
@@ -51,23 +46,30 @@ def sparse_allreduce(
     Raises:
         SparseCommError: as in `sparsecomm.sparse_allreduce`; under jit JAX raises `jax.errors.JaxRuntimeError`.
     """
+    check_options(sparse_allreduce, options)
     leaves, residuals, names = checked(x, residual, "x", "residual", tree=False, comm=comm)
-    exchange = _plan(leaves, names, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
+    settings = ReducerSettings(scope="tensor", dense_below=0, **{"op": "sum", **options})  # type: ignore[arg-type]
+    exchange = _plan(leaves, names, k, settings, comm=comm)
     results, kept = exchange.run(leaves, residuals, 0)
     return results[0] if residual is None else (results[0], kept[0])
 
 
-@with_options(CallOptions, collectives.sparse_allreduce, op="mean")
+class TreeOptions(SumOptions, total=False):
+    """Options of a `Reducer` that functions of trees share."""
+
+    chunk: int
+    dense_below: int
+
+
+@with_options(TreeOptions, ReducerSettings)
 def allreduce_tree(
     grads: PyTree,
     density: float,
     *,
     residuals: PyTree = None,
     scope: TreeScope = "model",
-    chunk: int = 4096,
-    dense_below: int = 1024,
     comm: Comm = None,
-    **options: Unpack[CallOptions],
+    **options: Unpack[TreeOptions],
 ) -> PyTree:
     """Average, or sum, a tree of gradients over all ranks. Collective: every rank passes the same structure.
 
@@ -84,16 +86,15 @@ def allreduce_tree(
         chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a leaf may be shorter. From each,
             ``density * chunk`` entries are selected, at least one.
         dense_below: leaves with fewer elements are summed densely, in one call.
-        comm: as in `sparse_allreduce`.
-        options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
+        comm, algorithm, op, wire: as in `sparse_allreduce`, but ``op`` is "mean" by default.
 
     Returns:
         A tree like ``grads``; with residuals ``(tree, new_residuals)``. It raises the errors of `sparse_allreduce`.
     """
-    options.setdefault("op", "mean")
-    result, kept = tree_step(
-        grads, density_at(density), residuals, scope, dense_below, Options.of(**options), 0, chunk, comm
-    )
+    check_options(allreduce_tree, options)
+    check_choice("scope", scope, get_args(TreeScope))
+    settings = ReducerSettings(density=density_at(density), scope=scope, **options)
+    result, kept = tree_step(grads, residuals, settings, 0, comm=comm)
     return result if residuals is None else (result, kept)
 
 
@@ -113,19 +114,16 @@ def init_residuals(tree: PyTree) -> PyTree:
 
 def tree_step(
     grads: PyTree,
-    density: Density,
     residuals: PyTree,
-    scope: str,
-    dense_below: int,
-    options: Options,
+    settings: ReducerSettings,
     step: int | jax.Array,
-    chunk: int,
+    *,
     comm: Comm,
     training: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` may be traced."""
     leaves, kept, names = checked(grads, residuals, "grads", "residuals", comm=comm)
-    exchange = _plan(leaves, names, density, scope, dense_below, options, chunk, comm=comm, training=training)
+    exchange = _plan(leaves, names, settings.density, settings, comm=comm, training=training)
     results, kept = exchange.run(leaves, kept, step)
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
@@ -196,35 +194,31 @@ def _plan(
     leaves: list[jax.Array],
     names: list[str],
     k: int | Density,
-    scope: str,
-    dense_below: int,
-    options: Options,
-    chunk: int,
+    settings: ReducerSettings,
     *,
     comm: Comm,
     training: bool = False,
 ) -> TreeExchange:
     """Check the options, and distribute the leaves over calls, the same on all ranks."""
-    dense_below = check_layout(scope, dense_below, get_args(TreeScope))
-    chunk = arguments.chunk_of(chunk)
     if isinstance(k, jax.Array):
         raise InvalidInputError(
             "k: got a JAX array; expected a number that is known while tracing. Make it static, by "
             "jax.jit(..., static_argnames='k')"
         )
-    settings = [*asdict(options).items(), *(described(k) if training else []), ("scope", scope), ("chunk", chunk)]
+    shared = {**settings.common, **dict(described(k) if training else [])}
+    shared |= {"scope": settings.scope, "chunk": settings.chunk, "dense_below": settings.dense_below}
     specs = [TensorSpec("", leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU) for leaf in leaves]
     buckets = []
-    by_chunk = scope == "chunk"
-    for members, dense in layout(specs, "tensor" if by_chunk else scope, dense_below):
+    scope = "tensor" if settings.scope == "chunk" else settings.scope
+    for members, dense in layout(specs, scope, settings.dense_below):
         dtypes = {leaves[i].dtype for i in members}
         dtype = dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator
         if not dense:
-            options.check(dtype.name)
+            settings.check(dtype.name)
             if not callable(k):
                 arguments.count_of(k, sum(specs[i].size for i in members))
         tensors = [(names[i], f"{leaves[i].dtype} {leaves[i].shape}") for i in members]
-        label = Label(tensors, partial(list, [*settings, *tensors, ("dense_below", dense_below)]))
+        label = Label(tensors, partial(list, [*shared.items(), *tensors]))
         buckets.append(LeafBucket(tuple(members), dtype, dense, label))
-    options.check(leaves[0].dtype.name)  # also if all leaves are small
-    return TreeExchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)
+    settings.check(leaves[0].dtype.name)  # also if all leaves are small
+    return TreeExchange(tuple(buckets), k, comm, settings, training)

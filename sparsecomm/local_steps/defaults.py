@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, cast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, cast
 
 from sparsecomm.algorithms import AlgorithmName, find, name_of
-from sparsecomm.checks import Unpack
+from sparsecomm.checks import quote, to_bool, to_float
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.local_steps.schedule import SyncSchedule
+from sparsecomm.options import Unpack
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
@@ -22,15 +26,62 @@ DEFAULTS: Final[ReducerOptions] = {
 }
 
 
-class LocalStepsOptions(ReducerOptions, total=False):
-    """Keyword arguments that `sparsecomm.LocalSteps` and its adapters share. `LocalSteps` documents them."""
+@dataclass(frozen=True, kw_only=True)
+class LocalStepsSettings:
+    """The options of `sparsecomm.LocalSteps` and its adapters, besides those of a `Reducer`.
 
+    Attributes:
+        sync_every: number of local steps in a round; with ``by_speed``, the average over the ranks.
+        by_speed: faster ranks take more local steps in a round. Train until `round` reaches a limit.
+        deadline: a multiple, above 1, of the expected time to an exchange. A rank that is later is left out of the
+            exchange, and its `round` may rise by several. The constructor is then collective, and every rank is a node
+            (``nodes=False``). ``None``: no deadline.
+        fragment_sync_delay: number of local steps between the beginning of an exchange and its application.
+        fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
+            the local steps taken since the exchange began.
+        skip_nonfinite: as in `Reducer`.
+    """
+
+    sync_every: int = 30
+    by_speed: bool = False
+    deadline: float | None = None
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        alpha = to_float(self.fragment_update_alpha)
+        if not 0 <= alpha <= 1:
+            raise InvalidInputError(f"fragment_update_alpha={quote(self.fragment_update_alpha)}: must be from 0 to 1")
+        object.__setattr__(self, "fragment_update_alpha", alpha)
+        object.__setattr__(self, "skip_nonfinite", to_bool("skip_nonfinite", self.skip_nonfinite))
+
+    def schedule(self, num_fragments: int) -> SyncSchedule:
+        """Return the schedule, which checks the other options."""
+        return SyncSchedule(
+            self.sync_every,
+            fragments=num_fragments,
+            delay=self.fragment_sync_delay,
+            by_speed=self.by_speed,
+            deadline=self.deadline,
+        )
+
+
+# declared above: LocalStepsOptions(ReducerOptions) of LocalStepsSettings
+class LocalStepsOptions(ReducerOptions, total=False):
     sync_every: int
     by_speed: bool
     deadline: float | None
     fragment_sync_delay: int
     fragment_update_alpha: float
     skip_nonfinite: bool
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[LocalStepsSettings, ReducerOptions]:
+    """Return the settings in the options that a user passed, and the options of reducers."""
+    own = {field.name for field in fields(LocalStepsSettings)}
+    settings = LocalStepsSettings(**{name: value for name, value in options.items() if name in own})
+    return settings, cast("ReducerOptions", {name: value for name, value in options.items() if name not in own})
 
 
 def auto_algorithm(sync_every: int) -> AlgorithmName:

@@ -12,18 +12,25 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sparsecomm import transport
 from sparsecomm.calls.label import Label
-from sparsecomm.checks import Unpack, quote, to_bool, to_float, with_options
+from sparsecomm.checks import quote
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, log
 from sparsecomm.local_steps.deadline import Deadline
-from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
+from sparsecomm.local_steps.defaults import (
+    DEFAULTS,
+    LocalStepsOptions,
+    LocalStepsSettings,
+    split_options,
+    with_defaults,
+)
 from sparsecomm.local_steps.exchange import FragmentExchange, GlobalParameters, Outcome, Rules
 from sparsecomm.local_steps.outer import OuterOptimizer, broadcast_outer, load_outer
-from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, SyncSchedule, known_names, split_names
+from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, known_names, split_names
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
+from sparsecomm.options import Unpack, check_options, with_options
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.connection import Members
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.options import ReducerOptions, Schedule, density_at
+from sparsecomm.reducer.options import ReducerSettings, Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, load
@@ -85,21 +92,13 @@ class LocalSteps:
             place, the same on all ranks. The first exchange compares them.
         density: share of the entries that each rank selects, or a function of the number of a fragment's exchange.
             At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
-        sync_every: number of local steps in a round; with ``by_speed``, the average over the ranks.
-        by_speed: faster ranks take more local steps in a round. Train until `round` reaches a limit.
-        deadline: a multiple, above 1, of the expected time to an exchange. A rank that is later is left out of the
-            exchange, and its `round` may rise by several. The constructor is then collective, and every rank is a node
-            (``nodes=False``). ``None``: no deadline.
         fragments: the number of fragments of neighbouring tensors and about equal size; or a list of names for each.
-        fragment_sync_delay: number of local steps between the beginning of an exchange and its application.
-        fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
-            the local steps taken since the exchange began.
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
         comm: as in `sparse_allreduce`.
-        skip_nonfinite: as in `Reducer`.
-        options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"`` where the
-            algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` unless a parameter is float64.
-            ``algorithm="auto"`` is "split:2" or "allgather", whichever reaches the same loss in less time.
+        options: those of `sparsecomm.local_steps.defaults.LocalStepsSettings` and of a `Reducer`, but with the defaults
+            ``scope="chunk"``, ``op="mean_of_contributors"`` where the algorithm counts them, ``decay=0.8``, and
+            ``wire="packed_int2"`` unless a parameter is float64. ``algorithm="auto"`` is "split:2" or "allgather",
+            whichever reaches the same loss in less time.
 
     Attributes:
         left_out: the ranks that were late for the latest applied exchange; the same on all ranks.
@@ -110,51 +109,53 @@ class LocalSteps:
         InvalidInputError: an argument is invalid, or the transport does not support a deadline.
     """
 
-    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
+    @with_options(LocalStepsOptions, LocalStepsSettings, ReducerSettings, **DEFAULTS)
     def __init__(
         self,
         parameters: NamedTensors,
         density: Schedule = 64 / 4096,
         *,
-        sync_every: int = 30,
-        by_speed: bool = False,
-        deadline: float | None = None,
         fragments: int | Sequence[Sequence[str]] = 1,
-        fragment_sync_delay: int = 0,
-        fragment_update_alpha: float = 0.0,
         outer: OuterOptimizer | None = None,
         comm: transport.Comm = None,
-        skip_nonfinite: bool = True,
-        **options: Unpack[ReducerOptions],
+        **options: Unpack[LocalStepsOptions],
     ) -> None:
+        check_options(LocalSteps, options)
+        settings, reducer_options = split_options(options)
         self._globals = GlobalParameters(parameters)
         specs = self._globals.specs
         self.fragments = split_names({name: spec.size for name, spec in specs.items()}, fragments)
-        self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay, by_speed, deadline)
-        alpha, self._outer = to_float(fragment_update_alpha), outer
-        if not 0 <= alpha <= 1:
-            raise InvalidInputError(f"fragment_update_alpha={quote(fragment_update_alpha)}: must be from 0 to 1")
+        self._schedule, self._outer = settings.schedule(len(self.fragments)), outer
         if outer is not None and not callable(getattr(outer, "step", None)):
             raise InvalidInputError(f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD, or None")
-        if isinstance(op := options.get("op"), str) and op == "sum":
+        if isinstance(op := reducer_options.get("op"), str) and op == "sum":
             raise InvalidInputError('op=\'sum\': local steps need a mean; pass "mean" or "mean_of_contributors"')
         if self._schedule.deadline:  # a rank that is late would hold up its node
-            if options.get("nodes", "auto") not in ("auto", False):
-                raise InvalidInputError(f"deadline={quote(deadline)} does not work with nodes=; remove one of them")
-            options["nodes"] = False
+            if reducer_options.get("nodes", "auto") not in ("auto", False):
+                raise InvalidInputError(
+                    f"deadline={quote(settings.deadline)} does not work with nodes=; remove one of them"
+                )
+            reducer_options["nodes"] = False
         self._comm: transport.Comm = comm  # the first use replaces it by its transport
         if self._schedule.deadline and not (ranks := self._connect()).threaded:
             raise InvalidInputError(
-                f"rank {ranks.rank}: deadline={quote(deadline)}: {ranks.library} does not support calls from a thread. "
-                "Use an MPI that provides MPI_THREAD_MULTIPLE, a process group of PyTorch, or deadline=None"
+                f"rank {ranks.rank}: deadline={quote(settings.deadline)}: {ranks.library} does not support calls from "
+                "a thread. Use an MPI that provides MPI_THREAD_MULTIPLE, a process group of PyTorch, or deadline=None"
             )
-        options = with_defaults(specs.values(), self._schedule.sync_every, **options)
+        reducer_options = with_defaults(specs.values(), self._schedule.sync_every, **reducer_options)
+        skip_nonfinite, alpha = settings.skip_nonfinite, settings.fragment_update_alpha
         self.reducers = tuple(
-            Reducer({name: specs[name] for name in names}, density, comm=comm, skip_nonfinite=skip_nonfinite, **options)
+            Reducer(
+                {name: specs[name] for name in names},
+                density,
+                comm=comm,
+                skip_nonfinite=skip_nonfinite,
+                **reducer_options,
+            )
             for names in self.fragments
         )
-        self._rules = Rules(self._schedule, outer, alpha, float(options["decay"]))
-        compared = {**options, "skip_nonfinite": to_bool("skip_nonfinite", skip_nonfinite)}
+        self._rules = Rules(self._schedule, outer, alpha, float(reducer_options["decay"]))
+        compared = {**reducer_options, "skip_nonfinite": skip_nonfinite}
         self._settings: dict[str, object] = {  # that `rebuild` compares between ranks; errors show the keys
             **asdict(self._schedule),
             "fragment_update_alpha": alpha,

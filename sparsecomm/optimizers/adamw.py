@@ -35,7 +35,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,89 +44,20 @@ from sparsecomm.backends.adamw import OVERFLOWS, AdamWPart, AdamWStep, Moments, 
 from sparsecomm.backends.adamw import units as to_units
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
-from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, listed, log
+from sparsecomm.optimizers.options import RULE, AdamWRule
+from sparsecomm.optimizers.state import SavedMoments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Addition, Bucket, Contents, Part
 from sparsecomm.reducer.owned import FINE, NOT_FINITE, OVERFLOW, Outcome, SparseStep
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
-from sparsecomm.states.loading import OtherPartsError, as_float, reading
-from sparsecomm.states.schema import is_count, per_rank
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
+from sparsecomm.tensors.interop import NamedTensors, Tensor, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-DENSITY = 0.09  # at which a transformer trains as with dense sums: docs/reports/adamw.md
 START = 0.2
-OPTIONS: dict[str, Any] = {"dense_below": 0, "skip_nonfinite": True}  # required options of the reducer
-_MAX_WAIT = 1 << 14  # maximum number of steps that a weight makes at once
-
-
-def coefficients(
-    waited: Array, t: float, lr: float, betas: tuple[float, float], weight_decay: float
-) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """Return the six coefficients c0 to c5 of AdamW's steps, element by element, in this form:
-
-        mean    = c0 * mean + c1 * gradient
-        squares = c2 * squares + c3 * gradient^2
-        weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
-
-    Args:
-        waited: the steps since the last update, at least 1.
-        t: the tensor's step, at least 1, for the bias correction of the moments.
-        lr, betas, weight_decay: as in `torch.optim.AdamW`.
-    """
-    (kept_mean, new_mean), (kept_squares, new_squares) = (_power(1 - beta, waited) for beta in betas)
-    correction = np.sqrt(_power(1 - betas[1], t)[1]) / _power(1 - betas[0], t)[1]
-    decay, _ = _power(lr * weight_decay, waited)
-    return kept_mean, new_mean / waited, kept_squares, new_squares / waited, lr * waited * correction, decay
-
-
-def _power(x: float, exponent: Any) -> tuple[Any, Any]:
-    """Return (1 - x)^exponent, and 1 minus that, in float64, as `torch.optim.AdamW` does."""
-    power = np.power(1 - x, exponent)
-    return power, 1 - power
-
-
-class AdamWRule(NamedTuple):
-    """The settings of AdamW, with the names of `torch.optim.AdamW`."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    maximize: bool = False
-
-    @classmethod
-    def of(cls, lr: object, betas: object, eps: object, weight_decay: object, maximize: object = False) -> AdamWRule:
-        """Return checked settings."""
-        powers = [to_float(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
-        rate, tiny, decay = to_float(lr), to_float(eps), to_float(weight_decay)
-        two = len(powers) == 2 and all(0 <= beta < 1 for beta in powers)
-        for name, value, valid, expected in (
-            ("lr", lr, 0 <= rate < math.inf, "must be a number that is at least 0"),
-            ("betas", betas, two, "must be two numbers in [0, 1)"),
-            ("eps", eps, 0 < tiny < math.inf, "must be a number above 0"),
-            ("weight_decay", weight_decay, 0 <= decay < math.inf, "must be a number that is at least 0"),
-            ("maximize", maximize, isinstance(maximize, bool), "must be True or False"),
-        ):
-            if not valid:
-                raise InvalidInputError(f"{name}={quote(value)}: {expected}")
-        if rate * decay >= 1:
-            raise InvalidInputError(f"lr={rate!r} times weight_decay={decay!r} is {rate * decay:g}: must be below 1")
-        return cls(rate, (powers[0], powers[1]), tiny, decay, bool(maximize))
-
-    def table(self, t: int, dtype: np.dtype[Any]) -> tuple[Array, float]:
-        """Return `coefficients` in step ``t``, with a row for each wait from 0 (treated as 1) to ``t`` steps, and eps.
-
-        This eps is for the root of a second moment without bias correction.
-        """
-        size = min(t, _MAX_WAIT) + 1
-        waited = np.maximum(np.arange(size, dtype=np.float64), 1)
-        rows = coefficients(waited, float(t), self.lr, self.betas, self.weight_decay)
-        return np.stack(rows, axis=1).astype(dtype), self.eps * np.sqrt(_power(1 - self.betas[1], t)[1])
 
 
 @deferred
@@ -150,7 +81,7 @@ class LazyAdamW:
         check_every: int | None,
         new_moments: Callable[[str, bool], Moments] | None = None,
     ) -> None:
-        """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked."""
+        """Begin without moments. ``reducer`` is that of `AdamWSettings`, which also checks ``check_every``."""
         self.specs = specs_of(weights)
         self._reducer, self._check_every = reducer, check_every
         self.new_moments = new_moments or self._new
@@ -251,10 +182,10 @@ class LazyAdamW:
             pattern = [numbers.setdefault(rule, len(numbers)) for rule in shared.values()]
 
             def pairs() -> Iterator[tuple[str, object]]:
-                for option in AdamWRule._fields:
+                for option in RULE:
                     yield from by_name(option, {name: getattr(rule, option) for name, rule in shared.items()})
 
-            self._shared_rules = shared, Label((pattern, [*map(tuple, numbers)]), pairs)
+            self._shared_rules = shared, Label((pattern, [rule.values for rule in numbers]), pairs)
         return Label([*steps.values()], lambda: by_name("steps so far", steps)) + self._shared_rules[1]
 
     @property
@@ -600,94 +531,9 @@ def _gather_parts(
 
 def _dense_sum(x: Array, op: str, label: Label, transport: Transport) -> SumCall:
     """Return the call of an exact dense sum."""
-    return prepare(x, 1.0, transport, "dense", op, None, None, "plain", None, 1.0, label, background=True)[1]
+    options = {"algorithm": "dense", "op": op, "wire": "plain", "label": label}
+    return prepare(x, 1.0, transport, None, None, options, background=True)[1]
 
 
 def _log_skipped(step: int, cause: str) -> None:
     log.warning("step %s: %s; no rank updates its weights", step, cause)
-
-
-class SavedMoments(NamedTuple):
-    """Moments that were read from a state, in host memory. ``exponents``: of units, if the state has none."""
-
-    moments: Moments
-    step: int
-    exponents: Array | None
-
-
-def read_moments(
-    saved: Mapping[str, Any], spec: TensorSpec, part: tuple[int, int], eps: float | None = None
-) -> SavedMoments:
-    """Return the checked moments of a rank's part of a tensor.
-
-    Args:
-        saved: the fields of `Moments` as NumPy arrays, and "step". They may be those of the whole tensor, or only of
-            ``part``; "part" then contains its begin and end. ``last`` may be ``None``, as in a state of dense AdamW:
-            the last update of every weight is then ``step``. So may ``compensation``: zeros.
-        part: the begin and the end of the part.
-        eps: if not ``None``, compute the exponents of units from the second moments of the whole tensor.
-    """
-    name = spec.name
-    with reading(f"moments of {name}", "mean, squares, last and step"):
-        step, last, saved_part = saved["step"], saved["last"], saved.get("part")
-        if not is_count(step):
-            raise InvalidInputError(f"state: step of {name} is {quote(step)}; expected a number of steps")
-        shape = spec.shape if saved_part is None else (saved_part[1] - saved_part[0],)
-        if saved_part is not None and tuple(saved_part) != part:
-            raise OtherPartsError(
-                f"state: it has elements {saved_part[0]} to {saved_part[1]} of {name}, and this rank keeps {part[0]} "
-                f"to {part[1]}; convert the states of all ranks with sparsecomm.reshard(states, rank, size)"
-            )
-        last = np.full(shape, step, np.int32) if last is None else np.asarray(last)
-        if last.dtype.kind != "i" or last.shape != shape:
-            raise InvalidInputError(f"state: last of {name}: expected whole numbers of shape {shape}")
-        if missing := [field for field in ("mean", "squares") if saved[field] is None]:
-            raise InvalidInputError(f"state: {missing[0]} of {name} is missing")
-        arrays = {
-            field: as_float(saved[field], f"{field} of {name}", shape, spec.accumulator)
-            for field in ("mean", "squares", "compensation")
-            if saved.get(field) is not None
-        }
-        max_ = float(np.finfo(spec.accumulator.accumulator).max)
-        lowest = {"last": 0.0, "squares": 0.0, "mean": -max_, "compensation": -max_}
-        for field, array in {"last": last, **arrays}.items():
-            low, high = lowest[field], step if field == "last" else max_
-            if array.size and not low <= array.min() <= array.max() <= high:
-                raise InvalidInputError(f"state: {field} of {name}: expected finite numbers from {low:g} to {high:g}")
-        arrays["last"], exponents = last.astype(np.int32).reshape(-1), None
-        if eps is not None:
-            if saved_part is not None:
-                raise InvalidInputError(
-                    f"state: it has no units, and only a part of the moments of {name}; load the state that contains "
-                    "its residuals, or for PyTorch what consolidate_state_dict() returned"
-                )
-            exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
-            arrays["squares"][(arrays["last"] == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
-        own = slice(*part) if saved_part is None else slice(None)
-        own_arrays: Any = [arrays[field][own] if field in arrays else None for field in Moments._fields]
-        return SavedMoments(Moments(*own_arrays), int(step), exponents)
-
-
-def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Return the moments of whole tensors, for any rank of another world size: see `read_moments`."""
-    found: dict[str, Any] = {}
-    for name, first in old[0]["moments"].items():
-        parts = [state["moments"][name] for state in old]
-        if "part" not in first:  # a resharded state, or one of an older version
-            found[name] = first
-            continue
-        slices = old[0]["slices"]
-        shape = np.shape(old[0]["residuals"][name]) if slices is None else slices[name]["shape"]
-        parts.sort(key=lambda its: its["part"])
-        whole = {
-            field: np.concatenate([np.asarray(each[field]) for each in parts]).reshape(shape)
-            for field in Moments._fields
-            if first[field] is not None
-        }
-        found[name] = {"compensation": None, **whole, "step": first["step"]}
-    return found
-
-
-STATE_FIELDS = {  # of an optimizer's state, besides those of its reducer
-    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)
-}

@@ -6,20 +6,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
-from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, STATE_FIELDS, AdamWRule, LazyAdamW, SavedMoments, read_moments
+from sparsecomm.optimizers.adamw import LazyAdamW
+from sparsecomm.optimizers.options import RULE, AdamWOptions, AdamWRule, AdamWSettings, settings_of
+from sparsecomm.optimizers.state import STATE_FIELDS, SavedMoments, read_moments
+from sparsecomm.options import Unpack, with_options
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, to_host
 from sparsecomm.transport import Comm
-from sparsecomm.wire import WireName
 
 _SCHEMA = REDUCER.extended("SparseAdamW", STATE_FIELDS)
 
@@ -47,16 +46,16 @@ class SparseAdamW:
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`. ``weight_decay`` may also be a dictionary by
             name; missing weights do not decay. You may set these attributes between steps, to the same values on all
             ranks.
-        density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step.
-            With 0.09 a weight is updated in one of 11 steps on average.
-        dense_steps, comm, wire, bucket_bytes, nodes, on_step: as in `Reducer`.
-        check_weights_every: call `check_weights` for weights and units before each step whose number is a multiple of
-            this; 0: before the first step only; ``None``: never.
+        comm: as in `Reducer`.
+        options: see `sparsecomm.optimizers.options.AdamWSettings`.
 
     Raises:
         InvalidInputError: an argument is not supported.
     """
 
+    maximize: bool
+
+    @with_options(AdamWOptions, AdamWRule, AdamWSettings)
     def __init__(
         self,
         weights: NamedTensors,
@@ -65,32 +64,16 @@ class SparseAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float | Mapping[str, float] = 0.01,
-        maximize: bool = False,
-        density: Schedule = DENSITY,
-        dense_steps: int | None = None,
         comm: Comm = None,
-        wire: WireName = "auto",
-        bucket_bytes: int | None = None,
-        nodes: NodesOption = "auto",
-        check_weights_every: int | None = 0,
-        on_step: OnStep | None = None,
+        **options: Unpack[AdamWOptions],
     ) -> None:
-        every = check_every(check_weights_every)
-        self.lr, self.betas, self.eps, self.weight_decay, self.maximize = lr, betas, eps, weight_decay, maximize
+        settings, rule_options = settings_of(SparseAdamW, options)
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        vars(self).update(rule_options)
         self.weights = dict(interop.named(weights, "weights"))
         self._rules()
-        self._reducer = Reducer(
-            self.weights,
-            density,
-            comm=comm,
-            dense_steps=dense_steps,
-            wire=wire,
-            bucket_bytes=bucket_bytes,
-            nodes=nodes,
-            on_step=on_step,
-            **OPTIONS,
-        )
-        self._adamw = LazyAdamW(self.weights, self._reducer, every)
+        self._reducer = settings.reducer(self.weights, comm)
+        self._adamw = LazyAdamW(self.weights, self._reducer, settings.check_weights_every)
         for name, weight in self.weights.items():
             self._adamw.specs[name].tensor(weight, name, writable=True)
 
@@ -131,10 +114,10 @@ class SparseAdamW:
         return done
 
     def _rules(self) -> dict[str, AdamWRule]:
-        decay = self.weight_decay
+        decay, own = self.weight_decay, {name: getattr(self, name) for name in RULE}
 
-        def rule(weight_decay: object) -> AdamWRule:
-            return AdamWRule.of(self.lr, self.betas, self.eps, weight_decay, self.maximize)
+        def rule(weight_decay: float) -> AdamWRule:
+            return AdamWRule(**{**own, "weight_decay": weight_decay})
 
         if not isinstance(decay, Mapping):
             return dict.fromkeys(self.weights, rule(decay))

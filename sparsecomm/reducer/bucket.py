@@ -18,7 +18,7 @@ from sparsecomm.calls.nodes import Nodes
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution
-from sparsecomm.reducer.options import Settings
+from sparsecomm.reducer.options import ReducerSettings
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, from_host, library_of
 from sparsecomm.tensors.sparse import Array, SparseVector
@@ -76,11 +76,14 @@ class Bucket:
         self,
         tensors: Sequence[TensorSpec],
         dense: bool,
-        settings: Settings,
+        settings: ReducerSettings,
         backends: Backends,
         num_ranks: int,
         nodes: Nodes | None = None,
+        *,
+        has_units: bool = False,
     ) -> None:
+        """Make a bucket with residuals of zeros. ``has_units``: residuals are divided by units."""
         self.tensors, self.settings = tuple(tensors), settings  # in the order of the flat vectors
         self.dense = dense  # the tensors are summed without a selection
         self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
@@ -99,16 +102,16 @@ class Bucket:
         self.last = min(self.first + self.length, self.size)
         with self.on_stream(None):
             self.state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
-            # With `Settings.owner`, the exponents of units, the same on all ranks: see `backends.adamw.unit_exponents`.
+            # The exponents of units, the same on all ranks: see `backends.adamw.unit_exponents`.
             dtype = unit_dtype(self.accumulator.accumulator)
-            self.exponents = self.backend.zeros(0 if settings.owner is None else self.length, dtype)
+            self.exponents = self.backend.zeros(self.length if has_units else 0, dtype)
         # Like `state`, but of all slices, and not divided by units. The next call adds it to the residual and the
         # velocity, with `nodes` after summing it over the node.
         self.unsummed: list[Array] = []
         self._gradients: Array | None = None  # with `nodes`, this step's gradients, of all slices
         self.residual = self.state[0]
         self.residuals = self.views(self.residual)
-        self.exponents_of = {} if settings.owner is None else self.views(self.exponents)
+        self.exponents_of = self.views(self.exponents) if has_units else {}
         self.begun: set[str] = set()  # tensors whose units have begun, the same on all ranks
         self.units_lag = False  # dense steps have changed the owners' moments, but not the units; the same on all ranks
         # The number of first ranks, or with `nodes` of first nodes, that own elements.
@@ -272,14 +275,23 @@ class Bucket:
         plan = self.planned(queue, density)
         if plan is None:
             k, chunks = min(self.length, max(1, round(density * self.length))), None
-            options, chunk = self.settings.call_options(self.accumulator.name), self.settings.chunk
+            settings, chunk = self.settings.for_sums(self.accumulator.name), self.settings.chunk_length
             if self.dense or density == 1.0:
-                options = options.for_dense_sum()
+                settings = settings.for_dense_sum()
             elif chunk is not None:
                 k, chunks = self._chunks(max(1, round(density * chunk)), chunk)
-            backend = queue.backends.of(self.device)
-            costs, sizes = plan_costs(transport, options), (self.slice_shape, self.length, k)
-            plan = Plan(transport, backend, self.accumulator, *sizes, options, costs, chunks, per_node=self.num_slices)
+            plan = Plan(
+                transport,
+                queue.backends.of(self.device),
+                settings,
+                dtype=self.accumulator,
+                shape=self.slice_shape,
+                size=self.length,
+                k=k,
+                costs=plan_costs(transport, settings),
+                chunks=chunks,
+                per_node=self.num_slices,
+            )
             queue.plans.keep(self._plan_key, plan)
             self._plan_density = density
         self.last_plan = plan

@@ -14,11 +14,12 @@ from sparsecomm.calls.collectives import gather_by_rank
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.nodes import Nodes, find_nodes
-from sparsecomm.calls.plan import Options
+from sparsecomm.calls.options import SumSettings
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError, log
 from sparsecomm.reducer.bucket import Bucket, Contents
-from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
+from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, ReducerSettings, described, final_density
+from sparsecomm.reducer.owned import Owner
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import CPU, Device, TensorSpec
 from sparsecomm.transport import Comm, Transport, transport_of
@@ -60,26 +61,32 @@ class Buckets:
     def __init__(
         self,
         specs: dict[str, TensorSpec],
-        settings: Settings,
+        settings: ReducerSettings,
         backends: Backends,
         number: int,
         bucket_bytes: int,
         num_ranks: int,
         nodes: Nodes | None = None,
+        *,
+        has_units: bool = False,
     ) -> None:
         """Make buckets with residuals of zeros. ``backends`` and ``number``: see `Connection`."""
         s, self._specs, self.nodes = settings, specs, nodes
         self.bucket_bytes = bucket_bytes  # the size at which a bucket is complete
         sent = [spec for spec in reversed(specs.values()) if spec.size]
         self.all = [  # in the order of their calls
-            Bucket([sent[i] for i in positions], dense, s, backends, num_ranks, nodes)
+            Bucket([sent[i] for i in positions], dense, s, backends, num_ranks, nodes, has_units=has_units)
             for positions, dense in layout(sent, s.scope, s.dense_below, bucket_bytes)
         ]
-        empty = [Bucket([spec], True, s, backends, num_ranks) for spec in specs.values() if not spec.size]
+        empty = [
+            Bucket([spec], True, s, backends, num_ranks, has_units=has_units)
+            for spec in specs.values()
+            if not spec.size
+        ]
         # Includes tensors without elements, which are never sent.
         self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
         common = {
-            "op": s.options.op, "scope": s.scope, "chunk": s.chunk, "momentum": s.momentum, "masking": s.masking,
+            "op": s.op, "scope": s.scope, "chunk": s.chunk_length, "momentum": s.momentum, "masking": s.masking,
             "clip": s.clip, "decay": s.decay, "skip_nonfinite": s.skip_nonfinite,
             "nodes": None if nodes is None else str(nodes),
         }  # fmt: skip
@@ -89,8 +96,8 @@ class Buckets:
             lambda: [
                 ("call", f"a step of Reducer {number}"),
                 *described(s.density),
-                ("algorithm", s.options.algorithm),
-                ("wire", s.options.wire),
+                ("algorithm", s.algorithm),
+                ("wire", s.wire),
                 *common.items(),
                 *(_described(spec) for spec in specs.values() if spec.size),
                 ("dense_below", s.dense_below),
@@ -124,8 +131,10 @@ class Connection:
     buckets: Buckets
     nodes_note: str  # which nodes there are, for reports; "" if there is nothing to say
 
-    def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
-        self.specs, self.settings, self._comm = specs, settings, comm
+    def __init__(
+        self, comm: Comm, specs: dict[str, TensorSpec], settings: ReducerSettings, owner: Owner | None = None
+    ) -> None:
+        self.specs, self.settings, self.owner, self._comm = specs, settings, owner, comm
         self.transport: Transport | None = None  # None before `connect` or `move`
         self.backends = Backends()  # for all work outside calls
 
@@ -139,7 +148,13 @@ class Connection:
         """Return new buckets of zeros, to replace `buckets`."""
         assert self.transport is not None
         size = self.transport.size
-        return Buckets(self.specs, self.settings, self.backends, self.number, bucket_bytes, size, self.buckets.nodes)
+        return self._buckets(self.number, bucket_bytes, size, self.buckets.nodes)
+
+    def _buckets(self, number: int, bucket_bytes: int, num_ranks: int, nodes: Nodes | None) -> Buckets:
+        has_units = self.owner is not None
+        return Buckets(
+            self.specs, self.settings, self.backends, number, bucket_bytes, num_ranks, nodes, has_units=has_units
+        )
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -177,7 +192,7 @@ class Connection:
             nodes, note = None, "unknown after rebuild(), so every rank counts as a node"
             log.warning("rank %s: nodes: %s: %s", transport.rank, note, error)
         size = bucket_bytes or self._bucket_bytes_on(transport, nodes)
-        buckets = Buckets(self.specs, self.settings, self.backends, number, size, transport.size, nodes)
+        buckets = self._buckets(number, size, transport.size, nodes)
         if keep:
             lag = any(bucket.units_lag for bucket in self.buckets.all)
             with self.buckets.on_current_stream():
@@ -196,16 +211,23 @@ class Connection:
         costs = profile.DEFAULT  # the size does not matter in other scopes
         if self.settings.scope in SIZED_SCOPES:
             costs = costs_for_steps(transport).costs
-        density, options = final_density(self.settings.density, DENSITY.density), Options()
-        if self.settings.options.algorithm == "auto":
-            options = self.settings.call_options("float32")
+        density, sums = final_density(self.settings.density, DENSITY.density), SumSettings()
+        if self.settings.algorithm == "auto":
+            sums = self.settings.for_sums("float32")
         size, num_nodes, slices = transport.size, transport.num_nodes, 1
         if nodes is not None:
             size = num_nodes = len(nodes.ranks)
             slices = nodes.per_node
-        query = size, num_nodes, density, costs.shared_by(slices), options.algorithm, options.wire
         on_gpu = any(spec.device is not CPU for spec in self.specs.values())
-        return slices * choice.bucket_bytes(*query, on_gpu=on_gpu)
+        return slices * choice.bucket_bytes(
+            size,
+            num_nodes,
+            density,
+            costs.shared_by(slices),
+            algorithm=sums.algorithm_name,
+            wire=sums.wire,
+            on_gpu=on_gpu,
+        )
 
 
 def _described(spec: TensorSpec) -> tuple[str, str]:

@@ -12,10 +12,10 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.nodes import NodesOption, check_nodes
-from sparsecomm.calls.plan import CallOptions, Options
+from sparsecomm.calls.options import SumOptions, SumSettings
 from sparsecomm.checks import ARGUMENT_ERRORS, check_choice, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
+from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, Op, WireName
 
 Schedule = float | Callable[[int], float]
 
@@ -141,9 +141,131 @@ Clip: TypeAlias = "float | None"
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 
-class ReducerOptions(CallOptions, total=False):
-    """Keyword arguments of `sparsecomm.Reducer`, which documents them and has their defaults."""
+@dataclass(frozen=True, kw_only=True)
+class ReducerSettings(SumSettings):
+    """The options of `sparsecomm.Reducer`, which the functions that make reducers pass on.
 
+    Attributes:
+        density: the share of the entries that each rank selects: a float in (0, 1], or a function of the step number,
+            such as `Warmup`. At 1.0 gradients are summed densely and exactly with any ``algorithm`` and ``wire``, and
+            residuals are flushed.
+        dense_steps: number of steps at the beginning with density 1.0, instead of the dense steps of a `Warmup`. A
+            schedule counts its steps from there. ``None``: as ``density`` says: 100 by default, 0 for a float.
+        algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes, or
+            "fastest" with ``op="mean_of_contributors"`` or ``scope="chunk"``.
+        wire: as in `sparse_allreduce`, but if ``algorithm="auto"`` selects "double", "auto" selects "packed_int2",
+            which sends values of 2 bits, except for float64 sums.
+        op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. Dense means divide by the world size.
+        scope: the elements among which entries are selected. "tensor": each tensor, with a call for each (Lin et al.,
+            Deep Gradient Compression, 2018). "model": all tensors, in one call, which begins when the last gradient is
+            ready (Shi et al., gTop-k, 2019). "bucket": buckets of neighbouring tensors, so that calls are large and
+            overlap with the backward pass. "chunk": every ``chunk`` elements of each tensor, in the calls of "bucket",
+            which has the fastest selection and the shortest indices (Sarfi et al., SparseLoCo, 2025).
+        chunk: number of elements of a chunk; the last chunk of a tensor may be shorter. ``density * chunk`` entries
+            are selected in each chunk, at least one.
+        bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``. ``None``: large
+            enough that an element costs at most 1.25 times as much as in a huge bucket. The costs of messages and of
+            CPUs are measured, and those of GPUs assumed. Pass a size if only some ranks have their tensors on GPUs,
+            since the default differs there.
+        dense_below: tensors with fewer elements are summed densely, in one call at the end.
+        momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate this rank's velocity instead of
+            its gradient. Use an optimizer without momentum.
+        masking: with ``momentum``, clear the velocity of entries that this rank selects, or that the result contains,
+            except in dense sums (Section 3.3).
+        clip: maximum norm of a step's gradient (Section 3.2). Each rank clips its own gradient before it is added to
+            residuals, assuming that its norm is sqrt(P) times the norm of the mean over the P ranks. Calls begin when
+            the last gradient is ready.
+        decay: the factor of a residual before a gradient is added (Sarfi et al., Algorithm 1). Below 1, old entries are
+            gradually dropped.
+        skip_nonfinite: for loss scaling. If a gradient or a sum is not finite on one rank, the step is unusable on all
+            ranks, and on every rank at least one result is not finite. Finite gradients stay in residuals; other
+            gradients, and entries that could overflow again, are dropped. It costs two more reads of the gradients.
+        nodes: which ranks reach each other fast. The ranks of a node add up their gradients densely, and count as one
+            rank in the sums between nodes: see docs/guides/nodes.md. "auto": the ranks of a machine, if there are
+            several machines with the same number of ranks, at least 2. False: every rank is a node. A process group or
+            an mpi4py communicator that contains this rank: its ranks, for example all ranks of a site.
+        on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
+
+    Raises:
+        InvalidInputError: an option is out of range, or excludes another one.
+    """
+
+    density: Schedule = DENSITY
+    dense_steps: int | None = None
+    op: Op = "mean"
+    scope: Scope = "bucket"
+    chunk: int = 4096
+    bucket_bytes: int | None = None
+    dense_below: int = 1024
+    momentum: float = 0.0
+    masking: bool = True
+    clip: Clip = None
+    decay: float = 1.0
+    skip_nonfinite: bool = False
+    nodes: NodesOption = "auto"
+    on_step: OnStep | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schedule = with_dense_steps(self.density, self.dense_steps)
+        first = density_at(schedule, 0)
+        checked: dict[str, object] = {
+            "density": schedule if callable(schedule) else first,
+            "chunk": chunk_of(self.chunk),
+            "bucket_bytes": None if self.bucket_bytes is None else to_int(self.bucket_bytes, 1),
+            "dense_below": check_layout(self.scope, self.dense_below),
+            "masking": to_bool("masking", self.masking),
+            "skip_nonfinite": to_bool("skip_nonfinite", self.skip_nonfinite),
+            "nodes": check_nodes(self.nodes),
+        }
+        momentum, decay = to_float(self.momentum), to_float(self.decay)
+        clip = None if self.clip is None else to_float(self.clip)
+        checked |= {"momentum": momentum, "decay": decay, "clip": clip}
+        bytes_valid = self.bucket_bytes is None or checked["bucket_bytes"] is not None
+        for name, valid, expected in (
+            ("momentum", 0 <= momentum < 1, "must be at least 0 and below 1"),
+            ("clip", clip is None or 0 < clip < math.inf, "must be a norm above 0, or None"),
+            ("decay", 0 < decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
+            ("bucket_bytes", bytes_valid, "must be a number of bytes, at least 1, or None"),
+            ("on_step", self.on_step is None or callable(self.on_step), "must be a function of a number and a dict"),
+        ):
+            if not valid:
+                raise InvalidInputError(f"{name}={quote(getattr(self, name))}: {expected}")
+        if decay < 1 and self.algorithm == "dense":
+            raise InvalidInputError(
+                f"decay={decay!r} has no effect with algorithm='dense', which leaves no residual; remove one"
+            )
+        # These algorithms have their own way to sum inside nodes.
+        if self.algorithm_name.startswith("hierarchical"):
+            if self.nodes not in ("auto", False):
+                raise InvalidInputError(f"algorithm={self.algorithm!r} does not work with nodes=; remove one of them")
+            checked["nodes"] = False
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def chunk_length(self) -> int | None:
+        """The number of elements of a chunk; ``None``: entries are not selected by chunk."""
+        return self.chunk if self.scope == "chunk" else None
+
+    def for_sums(self, dtype: str) -> SumSettings:
+        """Return the settings of sparse calls with sums of type ``dtype``: "auto" is the recommended setting.
+
+        ``algorithm="auto"`` becomes `ALGORITHM`, and then ``wire="auto"`` becomes `WIRE`, except for sums of ``dtype``
+        "float64". `ALGORITHM` cannot count contributors or select by chunk. If the options require one of these, "auto"
+        becomes "fastest", with exact values.
+        """
+        algorithm, wire = self.algorithm, self.wire
+        if algorithm == "auto":
+            counts = self.op == MEAN_OF_CONTRIBUTORS
+            algorithm = "fastest" if counts or self.chunk_length is not None else ALGORITHM
+            if algorithm is ALGORITHM and wire == "auto" and dtype != "float64":
+                wire = WIRE
+        return SumSettings(algorithm=algorithm, op=self.op, wire=wire)
+
+
+# declared above: ReducerOptions(SumOptions) of ReducerSettings without density, skip_nonfinite
+class ReducerOptions(SumOptions, total=False):
     dense_steps: int | None
     scope: Scope
     chunk: int
@@ -157,65 +279,6 @@ class ReducerOptions(CallOptions, total=False):
     on_step: OnStep | None
 
 
-class Settings:
-    """The options of a `sparsecomm.Reducer`, which documents them, checked and converted.
-
-    ``chunk`` is ``None`` unless the scope is "chunk". ``owner``: the `Owner` of `Reducer.own`, or ``None``.
-    """
-
-    owner: Any = None
-
-    def __init__(
-        self,
-        density: Schedule,
-        options: Options,
-        scope: str,
-        chunk: int,
-        dense_below: int,
-        bucket_bytes: int | None,
-        momentum: float,
-        masking: bool,
-        clip: Clip,
-        decay: float,
-        skip_nonfinite: bool,
-        nodes: NodesOption,
-    ) -> None:
-        first, length = density_at(density, 0), chunk_of(chunk)
-        self.density: Schedule = density if callable(density) else first
-        self.options, self.scope = options, scope
-        self.dense_below = check_layout(scope, dense_below)
-        self.chunk = length if scope == "chunk" else None
-        self.bucket_bytes = None if bucket_bytes is None else to_int(bucket_bytes, 1)
-        self.momentum, self.decay = to_float(momentum), to_float(decay)
-        self.clip = None if clip is None else to_float(clip)
-        self.masking, self.skip_nonfinite = to_bool("masking", masking), to_bool("skip_nonfinite", skip_nonfinite)
-        self.nodes = check_nodes(nodes)
-        # These algorithms have their own way to sum inside nodes.
-        if isinstance(options.algorithm, str) and options.algorithm.startswith("hierarchical"):
-            if self.nodes not in ("auto", False):
-                raise InvalidInputError(
-                    f"algorithm={options.algorithm!r} does not work with nodes=; remove one of them"
-                )
-            self.nodes = False
-        bytes_valid = bucket_bytes is None or self.bucket_bytes is not None
-        for name, value, valid, expected in (
-            ("momentum", momentum, 0 <= self.momentum < 1, "must be at least 0 and below 1"),
-            ("clip", clip, self.clip is None or 0 < self.clip < math.inf, "must be a norm above 0, or None"),
-            ("decay", decay, 0 < self.decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
-            ("bucket_bytes", bucket_bytes, bytes_valid, "must be a number of bytes, at least 1, or None"),
-        ):
-            if not valid:
-                raise InvalidInputError(f"{name}={quote(value)}: {expected}")
-        if self.decay < 1 and options.algorithm == "dense":
-            raise InvalidInputError(
-                f"decay={quote(decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
-            )
-
-    def call_options(self, dtype: str) -> Options:
-        """Return the options of sparse calls with sums of type ``dtype``: see `training_options`."""
-        return training_options(self.options, dtype, by_chunk=self.chunk is not None)
-
-
 def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
     """Check the options of `sparsecomm.reducer.connection.layout`, and return ``dense_below`` as an int."""
     check_choice("scope", scope, scopes)
@@ -223,18 +286,3 @@ def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -
     if not (elements >= 0 and elements.is_integer()):
         raise InvalidInputError(f"dense_below={quote(dense_below)}: must be a number of elements, at least 0")
     return int(elements)
-
-
-def training_options(options: Options, dtype: str, *, by_chunk: bool) -> Options:
-    """Return checked options for sparse calls in a training, with "auto" replaced by the recommended setting.
-
-    ``algorithm="auto"`` becomes `ALGORITHM`, and then ``wire="auto"`` becomes `WIRE`, except for sums of ``dtype``
-    "float64". `ALGORITHM` cannot count contributors or select by chunk. If the options require one of these, "auto"
-    becomes "fastest", with exact values.
-    """
-    if options.algorithm != "auto":
-        return options
-    if by_chunk or options.op == MEAN_OF_CONTRIBUTORS:
-        return replace(options, algorithm="fastest")
-    wire = WIRE if options.wire == "auto" and dtype != "float64" else options.wire
-    return replace(options, algorithm=ALGORITHM, wire=wire)

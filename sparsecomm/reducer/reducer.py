@@ -10,18 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsecomm import transport
-from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
-from sparsecomm.calls.nodes import NodesOption
-from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed, log
+from sparsecomm.options import Unpack, check_options, with_options
 from sparsecomm.reducer.bucket import GRADIENT, Addition, Bucket
 from sparsecomm.reducer.connection import Buckets, Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
-from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
+from sparsecomm.reducer.options import DENSITY, ReducerOptions, ReducerSettings, Schedule, density_at
 from sparsecomm.reducer.owned import Owner
 from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
 from sparsecomm.reducer.step import Accept, OpenStep, Step
@@ -32,7 +30,6 @@ from sparsecomm.states.weights import checksum, compare_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
-from sparsecomm.wire import Op, WireName
 
 _KEEP = 1 << 21  # bytes of scratch memory that `Reducer.release_memory` keeps at least
 
@@ -72,46 +69,8 @@ class Reducer:
     Args:
         tensors: names and tensors, as a dictionary or as pairs: parameters or gradients. Only their shape, dtype and
             device are used.
-        density: the share of the entries that each rank selects: a float in (0, 1], or a function of the step number,
-            such as `Warmup`. At 1.0 gradients are summed densely and exactly with any ``algorithm`` and ``wire``, and
-            residuals are flushed.
-        dense_steps: number of steps at the beginning with density 1.0, instead of the dense steps of a `Warmup`. A
-            schedule counts its steps from there. ``None``: as ``density`` says: 100 by default, 0 for a float.
         comm: as in `sparse_allreduce`.
-        algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes, or
-            "fastest" with ``op="mean_of_contributors"`` or ``scope="chunk"``.
-        wire: as in `sparse_allreduce`, but if ``algorithm="auto"`` selects "double", "auto" selects "packed_int2",
-            which sends values of 2 bits, except for float64 sums.
-        op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. Dense means divide by the world size.
-        scope: the elements among which entries are selected. "tensor": each tensor, with a call for each (Lin et al.,
-            Deep Gradient Compression, 2018). "model": all tensors, in one call, which begins when the last gradient is
-            ready (Shi et al., gTop-k, 2019). "bucket": buckets of neighbouring tensors, so that calls are large and
-            overlap with the backward pass. "chunk": every ``chunk`` elements of each tensor, in the calls of "bucket",
-            which has the fastest selection and the shortest indices (Sarfi et al., SparseLoCo, 2025).
-        chunk: number of elements of a chunk; the last chunk of a tensor may be shorter. ``density * chunk`` entries
-            are selected in each chunk, at least one.
-        bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``. ``None``: large
-            enough that an element costs at most 1.25 times as much as in a huge bucket. The costs of messages and of
-            CPUs are measured, and those of GPUs assumed. Pass a size if only some ranks have their tensors on GPUs,
-            since the default differs there.
-        dense_below: tensors with fewer elements are summed densely, in one call at the end.
-        momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate this rank's velocity instead of
-            its gradient. Use an optimizer without momentum.
-        masking: with ``momentum``, clear the velocity of entries that this rank selects, or that the result contains,
-            except in dense sums (Section 3.3).
-        clip: maximum norm of a step's gradient (Section 3.2). Each rank clips its own gradient before it is added to
-            residuals, assuming that its norm is sqrt(P) times the norm of the mean over the P ranks. Calls begin when
-            the last gradient is ready.
-        decay: the factor of a residual before a gradient is added (Sarfi et al., Algorithm 1). Below 1, old entries are
-            gradually dropped.
-        skip_nonfinite: for loss scaling. If a gradient or a sum is not finite on one rank, the step is unusable on all
-            ranks, and on every rank at least one result is not finite. Finite gradients stay in residuals; other
-            gradients, and entries that could overflow again, are dropped. It costs two more reads of the gradients.
-        nodes: which ranks reach each other fast. The ranks of a node add up their gradients densely, and count as one
-            rank in the sums between nodes: see docs/guides/nodes.md. "auto": the ranks of a machine, if there are
-            several machines with the same number of ranks, at least 2. False: every rank is a node. A process group or
-            an mpi4py communicator that contains this rank: its ranks, for example all ranks of a site.
-        on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
+        options: see `sparsecomm.reducer.options.ReducerSettings`.
 
     Attributes:
         buffers: returns buffers of the model by name, which the first step compares.
@@ -124,34 +83,20 @@ class Reducer:
         InvalidInputError: an argument is out of range.
     """
 
+    @with_options(ReducerOptions, ReducerSettings)
     def __init__(
         self,
         tensors: NamedTensors,
         density: Schedule = DENSITY,
         *,
         comm: transport.Comm = None,
-        algorithm: AlgorithmName | Algorithm = "auto",
-        op: Op = "mean",
-        wire: WireName = "auto",
-        dense_steps: int | None = None,
-        scope: Scope = "bucket",
-        chunk: int = 4096,
-        bucket_bytes: int | None = None,
-        dense_below: int = 1024,
-        momentum: float = 0.0,
-        masking: bool = True,
-        clip: Clip = None,
-        decay: float = 1.0,
         skip_nonfinite: bool = False,
-        nodes: NodesOption = "auto",
-        on_step: OnStep | None = None,
+        **options: Unpack[ReducerOptions],
     ) -> None:
-        if on_step is not None and not callable(on_step):
-            raise InvalidInputError(f"on_step={quote(on_step)}: must be a function of a number and a dictionary")
-        self._on_step, self._comm = on_step, comm
-        schedule, options = with_dense_steps(density, dense_steps), Options.of(algorithm, op, wire)
-        sizes, residuals = (scope, chunk, dense_below, bucket_bytes), (momentum, masking, clip, decay)
-        self._settings = Settings(schedule, options, *sizes, *residuals, skip_nonfinite, nodes)
+        check_options(Reducer, options)
+        self._settings = ReducerSettings(density=density, skip_nonfinite=skip_nonfinite, **options)
+        self._comm = comm
+        self._owner: Owner | None = None
         self._lock = PollingLock()  # frameworks push from several threads
         self.counters = Counters()
         self._traffic: transport.TrafficCounters | None = None  # of the transport
@@ -166,9 +111,9 @@ class Reducer:
         """Replace ``tensors``, and ``comm`` unless it is ``None``, before the first step."""
         specs = specs_of(tensors)
         for dtype in {spec.accumulator.name for spec in specs.values()}:
-            self._settings.options.check(dtype, by_chunk=self._settings.chunk is not None)
+            self._settings.check(dtype, by_chunk=self._settings.chunk_length is not None)
         self._comm = self._comm if comm is None else comm
-        self._specs, self._connection = specs, Connection(self._comm, specs, self._settings)
+        self._specs, self._connection = specs, Connection(self._comm, specs, self._settings, self._owner)
         self._open = self._begin(0)
 
     def own(self, owner: Owner) -> None:
@@ -176,7 +121,7 @@ class Reducer:
 
         Needs ``skip_nonfinite``, the algorithm "auto" or "double", and gradients from `push_with`.
         """
-        self._settings.owner = owner
+        self._owner = owner
         self.place(self._specs)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
@@ -311,11 +256,11 @@ class Reducer:
             if error is not None:
                 raise error
             step.warn()
-            if self._on_step is not None:
+            if (on_step := self._settings.on_step) is not None:
                 numbers = self.counters.since(self._logged)
                 self._logged = replace(self.counters)
                 with Opened():
-                    self._on_step(outcome.number, numbers)
+                    on_step(outcome.number, numbers)
             return outcome
 
     def reduce(self, gradients: Mapping[str, object]) -> Step:
@@ -345,7 +290,7 @@ class Reducer:
         transport, connection, settings = self._connect(), self._connection, self._settings
         buckets = connection.buckets.all
         if any(bucket.planned(connection.queue, density) is None for bucket in buckets) and any(
-            costs_matter(transport, settings.call_options(bucket.accumulator.name)) for bucket in buckets
+            costs_matter(transport, settings.for_sums(bucket.accumulator.name)) for bucket in buckets
         ):
             costs_for_steps(transport)  # the plans of the buckets need them
         self.end_opening()
@@ -568,10 +513,10 @@ class Reducer:
     def __repr__(self) -> str:
         transport, elements = self._connection.transport, sum(spec.size for spec in self._specs.values())
         where = "not connected yet" if transport is None else f"rank {transport.rank} of {transport.size}"
-        s, o = self._settings, self._settings.options
+        s = self._settings
         return (
             f"Reducer({len(self._specs)} tensors of {elements:,} elements, density={s.density!r}, "
-            f"algorithm={o.algorithm!r}, op={o.op!r}, wire={o.wire!r}, scope={s.scope!r}; "
+            f"algorithm={s.algorithm!r}, op={s.op!r}, wire={s.wire!r}, scope={s.scope!r}; "
             f"step {self.step}, {where})"
         )
 

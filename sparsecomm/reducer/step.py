@@ -133,7 +133,7 @@ class OpenStep:
                     squares += sum(bucket.sums_of_squares(gradients))
         assert s.clip is not None
         P, norm, factor = self._transport.size, math.sqrt(squares), 1.0
-        max_norm = s.clip * (1 / math.sqrt(P) if s.options.op == "sum" else math.sqrt(P))
+        max_norm = s.clip * (1 / math.sqrt(P) if s.op == "sum" else math.sqrt(P))
         if max_norm < norm < math.inf:
             factor = max_norm / norm
         for name, t in self.pushed.items():
@@ -154,7 +154,7 @@ class OpenStep:
             pairs = partial(_contents, position, bucket.tensors, self.number, self.label, common)
             label = Label((position, self.number, self.label.checksum, common.checksum), pairs)
             arguments = bucket, self._transport, queue, self.density, label, self._counters
-            owner = self._settings.owner
+            owner = self._connection.owner
             call = BucketCall(*arguments) if owner is None else OwnedCall(owner, *arguments)
             self._calls.append((queue.submit(call), call))
         if self.first_gradients is not None and self._first_step is None and len(self._calls) == len(buckets):

@@ -8,20 +8,21 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.calls.nodes import NodesOption
-from sparsecomm.checks import Unpack, check_options, quote, to_bool, to_int, with_options
+from sparsecomm.checks import quote, to_bool, to_int
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, filled, read_moments
+from sparsecomm.optimizers.adamw import LazyAdamW, filled
+from sparsecomm.optimizers.options import RULE, AdamWOptions, AdamWRule, AdamWSettings, settings_of
+from sparsecomm.optimizers.state import read_moments
+from sparsecomm.options import Unpack, with_options
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import Bucket
-from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, reading
@@ -29,11 +30,10 @@ from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.torch.autograd import AutogradExchange
-from sparsecomm.torch.exchange import GradientExchange, is_only_making_state
+from sparsecomm.torch.exchange import is_only_making_state
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
 from sparsecomm.transport import Comm, transport_of
-from sparsecomm.wire import WireName
 
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,17 +41,6 @@ FIELDS = (*MOMENTS, "last_step", "compensation")  # `Moments` in a parameter's s
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 _ADVICE = "make a new SparseAdamW, with all groups, on all ranks"
-
-
-class AdamWOptions(TypedDict, total=False):
-    """Keyword arguments that `SparseAdamW` passes on to its `sparsecomm.Reducer`, and to the checks of weights."""
-
-    comm: Comm
-    wire: WireName
-    bucket_bytes: int | None
-    nodes: NodesOption
-    check_weights_every: int | None
-    on_step: OnStep | None
 
 
 class SparseAdamW(SparseOptimizer):
@@ -87,12 +76,10 @@ class SparseAdamW(SparseOptimizer):
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`, also by group. ``lr`` may be a tensor, which
             is read in each step. ``lr * weight_decay`` must be below 1, and ``eps`` above 0.
         amsgrad, foreach, capturable, differentiable, fused: not supported; true values raise an error.
-        density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step
-            number.
-        dense_steps, comm, wire, bucket_bytes, nodes, on_step: as in `sparsecomm.Reducer`.
+        comm: as in `sparsecomm.Reducer`.
         overlap: exchange during backward passes, with the settings of that time. Then do not change gradients, weights
             or settings between ``backward()`` and `step`, accumulate under `no_sync`, and do not use a scaler.
-        check_weights_every: as in `SparseState`; the units in which gradients are exchanged are compared as well.
+        options: as in `sparsecomm.SparseAdamW`.
 
     Raises:
         InvalidInputError: an argument is not supported.
@@ -100,7 +87,7 @@ class SparseAdamW(SparseOptimizer):
 
     _exchange: AdamWExchange
 
-    @with_options(AdamWOptions, GradientExchange.__init__)
+    @with_options(AdamWOptions, AdamWRule, AdamWSettings)
     def __init__(
         self,
         named_parameters: NamedGroups,
@@ -110,21 +97,19 @@ class SparseAdamW(SparseOptimizer):
         weight_decay: float = 0.01,
         amsgrad: bool = False,
         *,
-        maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        density: Schedule = DENSITY,
-        dense_steps: int | None = None,
+        comm: Comm = None,
         overlap: bool = False,
         **options: Unpack[AdamWOptions],
     ) -> None:
-        check_options(SparseAdamW, options)
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
+        settings, rule_options = settings_of(SparseAdamW, options)
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **rule_options}
+        defaults |= {"amsgrad": amsgrad, "foreach": foreach, "capturable": capturable}
         defaults |= {"differentiable": differentiable, "fused": fused}
-        AdamWRule.of(*settings_of(defaults))
+        _rule_of(defaults)
         model = model_of(named_parameters)  # before its generator ends
         groups, named = _groups_of(named_parameters)
         if named and all(name.startswith("module.") for name, _ in named):
@@ -136,7 +121,7 @@ class SparseAdamW(SparseOptimizer):
             )
         self.overlap = to_bool("overlap", overlap)
         super().__init__(groups, defaults)
-        self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
+        self._exchange = AdamWExchange(self, named, settings, comm)
         self._exchange.model = model
         self._exchange.rules()
         self._exchange.begin(by_hooks=overlap)
@@ -232,16 +217,15 @@ def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[
     return groups, named
 
 
-def settings_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of `AdamWRule.of` for a group."""
+def _rule_of(group: Mapping[str, Any]) -> AdamWRule:
+    """Return the checked settings of a group."""
     for name in UNSUPPORTED:
         if group.get(name):
             raise InvalidInputError(f"{name}={group[name]!r} is not supported by SparseAdamW; leave it out")
-    rate = group["lr"]
-    if isinstance(rate, torch.Tensor) and rate.numel() == 1:
-        rate = rate.item()
-    betas = tuple(group["betas"]) if isinstance(group["betas"], list) else group["betas"]
-    return rate, betas, group["eps"], group["weight_decay"], group.get("maximize", False)
+    settings = {name: group[name] for name in RULE if name in group}
+    if isinstance(settings["lr"], torch.Tensor) and settings["lr"].numel() == 1:
+        settings["lr"] = settings["lr"].item()
+    return AdamWRule(**settings)
 
 
 @deferred
@@ -251,8 +235,10 @@ class AdamWExchange(AutogradExchange):
     always_skips_nonfinite = True
     compared = ("step",)
 
-    def __init__(self, optimizer: SparseAdamW, named: NamedParameters, density: Schedule, **options: Any) -> None:
-        super().__init__(named, density, dense_below=OPTIONS["dense_below"], **options)
+    def __init__(self, optimizer: SparseAdamW, named: NamedParameters, settings: AdamWSettings, comm: Comm) -> None:
+        options = settings.reducer_options
+        del options["skip_nonfinite"]  # `always_skips_nonfinite` implies it
+        super().__init__(named, comm=comm, check_weights_every=settings.check_weights_every, **options)
         self._optimizer = weakref.ref(optimizer)
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
@@ -365,7 +351,7 @@ class AdamWExchange(AutogradExchange):
     def rules(self) -> dict[str, AdamWRule]:
         """Return the checked rule of each parameter. Programs and schedulers change groups between steps."""
         groups = self.optimizer.param_groups
-        by_group = [(AdamWRule.of(*settings_of(group)), [*map(id, group["params"])]) for group in groups]
+        by_group = [(_rule_of(group), [*map(id, group["params"])]) for group in groups]
         if by_group != self._by_group:
             rules: dict[str, AdamWRule] = {}
             for group, (rule, _) in zip(groups, by_group, strict=True):

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from sparsecomm.checks import Unpack, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
 from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
+from sparsecomm.options import Unpack, with_options
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.options import Schedule
 from sparsecomm.signals import deferred
@@ -71,7 +71,7 @@ class DiLoCo(Adapter):
         InvalidInputError: an argument is invalid, or ranks of ``comm`` hold different shards.
     """
 
-    @with_options(LocalStepsOptions, LocalSteps.__init__, **DEFAULTS)
+    @with_options(LocalStepsOptions, LocalSteps, **DEFAULTS)
     def __init__(
         self,
         model: nn.Module,

@@ -17,11 +17,12 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
 from sparsecomm.calls.label import Label, Pairs, by_name
-from sparsecomm.checks import Unpack, check_options, to_float, with_options
+from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.optimizers.adamw import STATE_FIELDS
+from sparsecomm.optimizers.state import STATE_FIELDS
+from sparsecomm.options import Unpack, check_options, with_options
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.options import DENSITY, ReducerOptions, Schedule
+from sparsecomm.reducer.options import DENSITY, ReducerOptions, ReducerSettings, Schedule
 from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
@@ -70,7 +71,7 @@ class GradientExchange(TrainedParameters):
     always_skips_nonfinite = False  # whether a step with NaN is skipped even without a scaler
     compared: Collection[str] | None = None  # keys in an optimizer's state that all ranks share; ``None``: all
 
-    @with_options(ReducerOptions, Reducer.__init__)
+    @with_options(ReducerOptions, ReducerSettings)
     def __init__(
         self,
         named: NamedParameters,

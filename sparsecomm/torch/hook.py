@@ -6,8 +6,8 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.checks import Unpack, check_options, with_options
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.options import Unpack, check_options, with_options
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.torch.autograd import AutogradExchange

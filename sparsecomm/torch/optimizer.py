@@ -11,8 +11,9 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
-from sparsecomm.checks import Unpack, check_options, quote, to_int, with_options
+from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, listed
+from sparsecomm.options import Unpack, check_options, with_options
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.reducer.reducer import PreparedState

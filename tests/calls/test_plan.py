@@ -25,14 +25,12 @@ from tests.emulator.deferred import DeferredRuntime
 from tests.ranks import nodes_of
 
 Ranks = simulated.SimulatedTransport
-SIGNATURE = {"k": 3, "algorithm": "auto", "op": "sum", "residual": None, "out": None, "wire": "auto", "chunk": None}
 X = np.arange(1, 13, dtype=np.float32)
 
 
-def plan_of(transport: Ranks, x: Any = X, *, decay: Any = 1.0, label: Any = "", **changes: Any) -> Plan:
+def plan_of(transport: Ranks, x: Any = X, k: Any = 3, *, residual: Any = None, out: Any = None, **options: Any) -> Plan:
     """Return the plan of a call that is not made."""
-    k, *options = (SIGNATURE | changes).values()
-    return prepare(x, k, transport, *options, decay, label, background=False)[1].plan
+    return prepare(x, k, transport, residual, out, options)[1].plan
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import sparsecomm as sc
 from sparsecomm.cli import main, plan
 from sparsecomm.cli.plan import methods
 from sparsecomm.cli.plan import network as measurement
-from sparsecomm.optimizers import adamw
+from sparsecomm.optimizers import options as adamw
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.tuning.links import _all_pairs

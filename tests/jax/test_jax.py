@@ -207,7 +207,7 @@ def test_a_chain_of_optax_with_a_schedule() -> None:
         updates, state = step(grads, state, params)
         assert np.count_nonzero(updates["w"]) == entries
         state = pickle.loads(pickle.dumps(state))
-    assert asked == [0, 1, 2]
+    assert asked == [0, 0, 1, 2]  # also to check it at the beginning
     assert (int(state[0].step), state[0].step.dtype) == (3, jnp.int32)
     updates, _ = jax.jit(optax.chain(sj.sparsify(optax.linear_schedule(1.0, 0.5, 1), dense_below=0)).update)(
         grads, (sj.SparsifyState(jnp.int32(1), sj.init_residuals(grads)),)
@@ -337,11 +337,11 @@ def test_refused_before_anything_is_sent(case: str) -> None:
 
 def test_errors_of_the_exchange_keep_their_text() -> None:
     pytest.importorskip("optax", reason="optax is not installed")
-    transform = sj.sparsify(lambda step: 2.0)
-    state = transform.init([X])
-    with pytest.raises(sc.InvalidInputError, match=r"density: the function returned 2\.0 for step 0: must be a float"):
+    transform = sj.sparsify(lambda step: step + 1.0)
+    state = transform.init([X])._replace(step=jnp.int32(1))
+    with pytest.raises(sc.InvalidInputError, match=r"density: the function returned 2\.0 for step 1: must be a float"):
         transform.update([X], state)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"InvalidInputError: .*the function returned 2\.0 for step 0"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"InvalidInputError: .*the function returned 2\.0 for step 1"):
         jax.block_until_ready(jax.jit(transform.update)([X], state))
     assert jax.jit(lambda x: sj.sparse_allreduce(x, 2))(X).sum() in (2, 4)  # and the next call works
 

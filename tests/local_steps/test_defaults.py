@@ -59,7 +59,7 @@ def test_auto_takes_least_time_to_equal_loss(H: int, P: int, rate: float, rtt: f
 
     def took(transport: Any) -> str:
         local = sc.LocalSteps({"x": np.zeros(n, np.float32)}, comm=transport, sync_every=H)
-        o = local.reducers[0]._settings.options
+        o = local.reducers[0]._settings
         found = sc.explain(n, 64 / 4096, comm=transport, algorithm=o.algorithm, wire=o.wire)
         worse = {"split:2": relative_steps(nats("split:2", H)), "allgather": relative_steps(nats("allgather", H))}
         best = min(found.candidates, key=lambda c: c.seconds * worse[c.algorithm.name])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.reducer.connection import layout
-from sparsecomm.reducer.options import ReducerOptions, density_at
+from sparsecomm.reducer.options import density_at
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import CPU, TensorSpec
 
@@ -90,22 +87,6 @@ def test_the_work_of_a_layout_is_linear_in_the_tensors() -> None:
 def test_bad_settings_are_refused(wrong: dict[str, Any], seen: str) -> None:
     with pytest.raises(sc.InvalidInputError, match=seen):
         sc.Reducer(**{"tensors": {"x": X}} | wrong)
-
-
-def test_call_options_are_those_of_the_record_and_of_the_call() -> None:
-    keys = set(CallOptions.__annotations__)
-    assert keys == {field.name for field in dataclasses.fields(Options)}
-    assert keys < inspect.signature(sc.sparse_allreduce).parameters.keys()
-
-
-def test_reducer_options_are_those_of_the_reducer() -> None:
-    parameters = dict(inspect.signature(sc.Reducer).parameters)
-    for name in ("tensors", "density", "comm", "skip_nonfinite"):
-        del parameters[name]
-    declared: dict[str, Any] = ReducerOptions.__annotations__
-    assert list(declared) == list(parameters)
-    for name, parameter in parameters.items():
-        assert declared[name].__forward_arg__ == parameter.annotation, name
 
 
 # -- densities --------------------------------------------------------------------------------------------------------

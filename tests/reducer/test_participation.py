@@ -10,7 +10,8 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.calls.collectives import SumCall
-from sparsecomm.calls.plan import Options, Plan
+from sparsecomm.calls.options import SumSettings
+from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
@@ -50,7 +51,8 @@ def test_all_ranks_learn_that_one_contribution_is_incomplete(P: int, algorithm: 
     def program(transport: simulated.SimulatedTransport, k: int, costs: KnownCosts | None) -> None:
         queue = queue_of(transport)
         backend = queue.backends.of(CPU)
-        plan = Plan(transport, backend, FLOAT32, (n,), n, k, Options.of(algorithm, "sum", "packed"), costs)
+        settings = SumSettings(algorithm=algorithm, wire="packed")
+        plan = Plan(transport, backend, settings, dtype=FLOAT32, shape=(n,), size=n, k=k, costs=costs)
         for odd in (None, *range(P)):
             x = data.integers(n, "float32", transport.rank) * (transport.rank != 1)  # one has no entries
             call = OddCall(plan, Contribution(backend, tensor(x, "x"), None, (n,), n))
