@@ -58,7 +58,7 @@ help:
 demo: say-demo $(DEMO_READY)
 	mpirun -n 4 python examples/digits.py
 
-# docs/internals/testing.md lists what this leaves out, and shows how to run a single test.
+# tests/README.md lists what this leaves out, and shows how to run a single test.
 test: say-test lint
 	python -m pytest $(PARALLEL)
 
@@ -76,7 +76,7 @@ say-demo say-test say-test-all:
 test-torch: $(VENV)/built-test
 	python packaging/other_torch.py $(TORCH) $(TORCH_OPTIONS)
 
-# For runs of several hours, see docs/internals/testing.md.
+# For runs of several hours, see tests/README.md.
 stress: $(VENV)/built-test
 	python -m tests.stress all --seed $(SEED) --report build/stress/report.json
 
@@ -90,7 +90,7 @@ bench: $(VENV)/built-test
 	python -m pytest bench/test_kernels.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
 	sparsecomm bench --ranks 2 --algorithms all
 
-# Builds an sdist, and two wheels for each installed Python: see docs/internals/releasing.md.
+# Builds an sdist, and two wheels for each installed Python: see packaging/README.md.
 wheels: $(VENV)/built-test
 	python packaging/wheels.py
 	python packaging/wheels.py --glibc 2.17

@@ -2,7 +2,7 @@
 
 - A page shows a plot by its place in the checkout, ``../../bench/results/x.png``. The site has a copy of it in
   ``results/``. Other files outside docs/ are linked to in the repository.
-- A docstring names what it speaks of, `sparse_allreduce`. In the reference that is a link.
+- A table of the reference is followed by the docstrings of its names, which link to each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "bench" / "results"
 sys.path.insert(0, str(DOCS))
 from links import absolute, repository  # noqa: E402
+from reference import ENTRIES, entries_of, with_docstrings  # noqa: E402
 
 PLOT = re.compile(r"(?<=\]\()((?:\.\./)*)\.\./bench/results/(?=[^)\s]+\.(?:png|svg)\))")
 
@@ -37,12 +38,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to plots at the copies, and links to other files outside docs/ at the repository."""
+    """Point links to plots at the copies, and links to other files outside docs/ at the repository. Add docstrings."""
+    markdown = with_docstrings(markdown)
     return absolute(PLOT.sub(r"\1results/", markdown), Path(page.file.abs_src_path or DOCS), keep=DOCS)
 
 
 NAME = re.compile(r"(?<!<pre>)<code>((?:sparsecomm\.)?(?:(?:torch|jax|patches)\.)?\w+(?:\.\w+)?)</code>")
-ENTRY = re.compile(r"^::: (sparsecomm\.(?:torch\.|jax\.|patches\.|api\.)?(\w+))$", re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -62,7 +63,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _entries(own: str) -> dict[str, str]:
-    """Return where names lead on a page: what it lists itself, and what is listed of the package elsewhere."""
-    listed = {file: ENTRY.findall(file.read_text()) for file in (DOCS / "reference").glob("*.md")}
-    package = {name: path for entries in listed.values() for path, name in entries if path == f"sparsecomm.{name}"}
-    return package | {name: path for path, name in listed[DOCS / own]}
+    """Return the paths of names on a page: those of its own entries, and of the package's entries on other pages."""
+    package = [path for paths in ENTRIES.values() for path in paths if path.count(".") == 1]
+    here = entries_of((DOCS / own).read_text())
+    return {path.rpartition(".")[2]: path for path in [*package, *here]}

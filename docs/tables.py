@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,11 @@ from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import WIRES, VectorType
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import reference  # noqa: E402
+
 RESULTS = ROOT / "bench" / "results"
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "kernels" / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 SOURCES = sorted((ROOT / "sparsecomm").glob("*/*.py"))
@@ -57,20 +61,22 @@ _ROUNDED = {
 
 def algorithms() -> list[list[str]]:
     """Return the rows of the table of algorithms."""
-    rows = [["`algorithm=`", "what it does", "cost", "result, the same bits on all ranks"]]
+    rows = [["`algorithm=`", "what it does", "result, the same bits on all ranks"]]
     for name, algorithm in ALGORITHMS.items():
         names = f'`"{name}"`' + (f', `"{name}:X"`' if name == HIERARCHICAL else "")
-        rows.append([names, algorithm.summary, algorithm.cost, algorithm.result])
-    candidates = [name for name, algorithm in ALGORITHMS.items() if algorithm.automatic]
-    chosen = f"the lowest of {', '.join(candidates)} and, on nodes with several ranks, hierarchical"
-    rows.append(
-        [
-            '`"auto"` (default)',
-            "selects the algorithm with the lowest predicted time",
-            chosen,
-            "the result of that algorithm",
-        ]
-    )
+        rows.append([names, algorithm.summary, algorithm.result])
+    chosen = "selects the algorithm with the lowest predicted time"
+    return [*rows, ['`"auto"` (default)', chosen, "the result of that algorithm"]]
+
+
+def algorithm_costs() -> list[list[str]]:
+    """Return the rows of the table of costs, uses and sources of algorithms."""
+    head = ["algorithm", "cost per rank", 'candidate of `"auto"`', '`op="mean_of_contributors"`']
+    rows = [[*head, "as `hierarchical:X`", "source"]]
+    for name, algorithm in ALGORITHMS.items():
+        automatic = "yes" if algorithm.automatic else "on nodes with several ranks" if name == HIERARCHICAL else "no"
+        uses = ["no" if algorithm.cannot_count_contributors else "yes", "yes" if algorithm.runs_between_nodes else "no"]
+        rows.append([f"`{name}`", algorithm.cost, automatic, *uses, algorithm.source])
     return rows
 
 
@@ -89,31 +95,6 @@ def wires() -> list[list[str]]:
         ]
     )
     return rows
-
-
-def contributors() -> list[list[str]]:
-    """Return the rows of the table of algorithms that count contributors."""
-    rows = [["`algorithm=`", '`op="mean_of_contributors"`']]
-    rows += [[f'`"{name}"`', _knows(algorithm.cannot_count_contributors)] for name, algorithm in ALGORITHMS.items()]
-    return [*rows, ['`"auto"` (default)', "selects a supporting algorithm"]]
-
-
-def facts(name: str) -> list[list[str]]:
-    """Return the rows of the table at the top of an algorithm's page."""
-    algorithm = ALGORITHMS[name]
-    between = f'`"{HIERARCHICAL}:{name}"`' if algorithm.runs_between_nodes else "not supported"
-    return [
-        ["property", f'`algorithm="{name}"`'],
-        ["Result, the same bits on all ranks", algorithm.result],
-        ["Cost per rank", algorithm.cost],
-        [
-            'Candidate of `"auto"`',
-            "yes" if algorithm.automatic else "on nodes with several ranks" if name == HIERARCHICAL else "no",
-        ],
-        ['`op="mean_of_contributors"`', _knows(algorithm.cannot_count_contributors)],
-        ["For use between nodes only", between],
-        ["Source", algorithm.source],
-    ]
 
 
 def dense_is_shorter() -> list[list[str]]:
@@ -143,10 +124,6 @@ def taken(gigabits: float, per_node: int) -> list[list[str]]:
         choices = [choice.decide(query, costs) for query in queries]
         rows.append([number_text(density), *(each.algorithm.name + " *" * each.wire.packed for each in choices)])
     return rows
-
-
-def _knows(reason: str) -> str:
-    return f"no: it {reason}" if reason else "yes"
 
 
 def literals() -> list[list[str]]:
@@ -368,17 +345,17 @@ def _cell(text: str) -> str:
 TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     "adamw": partial(_adamw_rows, betas=False),
     "adamw_betas": partial(_adamw_rows, betas=True),
+    "algorithm_costs": algorithm_costs,
     "algorithms": algorithms,
     "commands": commands,
-    "contributors": contributors,
     "dense_is_shorter": dense_is_shorter,
     "few_bits": few_bits,
     "gpt2": gpt2,
-    **{f"facts_{name}": partial(facts, name) for name in ALGORITHMS},
     **{f"paper_{name}": partial(measured, "paper", f"paper_{name}") for name in ("throughput", "speedups", "costs")},
     **{f"options_{name}": partial(options, name) for name in COMMANDS},
     "literals": literals,
     "reducer_options": reducer_options,
+    **{f"reference_{name}": partial(reference.rows, name) for name in reference.ENTRIES},
     "slow_calls": partial(measured_later, "slow-calls", "slow_calls"),
     "slow_links_losses": slow_links_losses,
     "taken_at_1": partial(taken, 1, 1),

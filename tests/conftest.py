@@ -1,4 +1,4 @@
-"""The selection of tests (see docs/internals/testing.md), their environment, and common fixtures."""
+"""The selection of tests (see tests/README.md), their environment, and common fixtures."""
 
 from __future__ import annotations
 

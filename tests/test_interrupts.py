@@ -1,4 +1,4 @@
-"""One rank is interrupted at every place of a scene, and continues as docs/guides/troubleshooting.md says.
+"""One rank is interrupted at every place of a scene, and continues as docs/reference/errors.md says.
 
 The attack `tests/stress/interrupts.py` plays the same scenes on two ranks.
 """

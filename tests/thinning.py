@@ -1,4 +1,4 @@
-"""The part of a product of parameters that `make test` runs: see docs/internals/testing.md."""
+"""The part of a product of parameters that `make test` runs: see tests/README.md."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The gTop-k paper's table of throughputs, on an emulated network: see docs/reports/paper.md."""
+"""The gTop-k paper's table of throughputs, on an emulated network: see docs/reports/speed.md."""

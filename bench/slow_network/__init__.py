@@ -1,1 +1,1 @@
-"""A slow network on one machine: see docs/internals/slow-network.md."""
+"""A slow network on one machine: see bench/slow_network/README.md."""

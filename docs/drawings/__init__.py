@@ -1,4 +1,4 @@
-"""The drawings of the documentation, made from what the algorithms do on simulated ranks.
+"""The drawings of the documentation, from traces of simulated ranks and from recorded results.
 
 python -m docs.drawings            say which drawings are out of date
 python -m docs.drawings --write    bring them up to date

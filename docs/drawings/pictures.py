@@ -1,4 +1,4 @@
-"""The drawings by name, each from a trace of the algorithm that it shows."""
+"""The drawings by name: algorithms, each from its trace, and bar charts of recorded results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 
-from docs.drawings import example, overview, run
+from docs.drawings import bars, example, overview, run
 from docs.drawings.timeline import Holdings, holdings, timeline
 from docs.drawings.traces import Message, Trace, trace
 from sparsecomm.primitives.communicator import Communicator
@@ -151,3 +151,8 @@ PICTURES: dict[str, Callable[[], str]] = {
         hierarchical,
     )
 } | {"overview": overview.draw, "worked-example": example.draw, "run": run.draw}
+PICTURES |= {
+    "bits-per-change": bars.bits_per_change,
+    "selection-on-a-gpu": bars.selection_on_a_gpu,
+    "step-of-adamw": bars.step_of_adamw,
+}

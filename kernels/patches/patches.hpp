@@ -2,7 +2,7 @@
 //
 // Every element belongs to a class, by the exponent of its old value. A change is its rank among the elements of its class, and
 // the distance to the new value in the order of all values. Ranks are coded as gaps. Both sides know the old elements, so
-// neither classes nor positions are sent. docs/internals/patches.md describes the format.
+// neither classes nor positions are sent. kernels/patches/README.md describes the format.
 #pragma once
 
 #include <cstddef>

@@ -66,7 +66,7 @@ class LocalSteps:
 
     What is not sent stays in the residuals, which replace outer momentum (SparseLoCo: Sarfi et al., 2025, Algorithm 1).
     Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round; with a delay of d, its
-    exchange begins d local steps earlier. docs/start/local-steps.md describes ``by_speed`` and ``deadline``.
+    exchange begins d local steps earlier. docs/guides/local-steps.md describes ``by_speed`` and ``deadline``.
 
     **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
     last exchange. If no rank has trained a parameter, its exchange changes nothing, not even residuals.
@@ -74,7 +74,7 @@ class LocalSteps:
     **Errors.** If an exchange fails, `step` or `finish` raises its error on all ranks when it would apply the exchange.
     The fragment's local parameters are then set to the global ones, and the pseudo-gradient stays in the residual. The
     local step is counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks had
-    already received the result (docs/guides/troubleshooting.md), `rebuild` makes the global parameters equal.
+    already received the result (docs/reference/errors.md), `rebuild` makes the global parameters equal.
 
     **Interrupts.** An exception of a signal handler, such as Ctrl-C, may interrupt a call. If it interrupted `step`,
     and `round` and `local_step` have not advanced, the local step was not counted: call `step` again. Otherwise, call

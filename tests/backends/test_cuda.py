@@ -303,7 +303,7 @@ def test_candidates_of_normal_data_find_room(dtype: str, runtime: DeferredRuntim
 
 
 def test_scratch_memory_is_given_back(runtime: DeferredRuntime) -> None:
-    """Between calls, less than 1 MiB and 1/500 of x is kept, whatever k is: as docs/internals/kernels.md says."""
+    """Between calls, less than 1 MiB and 1/500 of x is kept, whatever k is: as kernels/README.md says."""
     backend = CudaBackend(runtime, radix_max_size=300)  # with as much room for candidates as on a GPU
     for n, k in ((9000, 90), (200_000, 60_000), (9000, 900)):
         x = data.gradient("normal", n, "float32")

@@ -1,1 +1,1 @@
-"""Other people's tests, with this library switched in: see docs/internals/conformance.md."""
+"""Other people's tests, with this library switched in: see tests/conformance/README.md."""

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FOLDERS = ("kernels", "kernels/patches", "tests", "packaging", "bench/slow_network")
+BESIDE_CODE = [ROOT / folder / "README.md" for folder in FOLDERS]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *BESIDE_CODE, *(ROOT / "docs").rglob("*.md")])
 MODULES = sorted((ROOT / "sparsecomm").rglob("*.py"))
 MAX_WORDS = 50  # of a sentence
 

@@ -116,7 +116,7 @@ def changes(old: np.ndarray, new: np.ndarray, layout: Layout) -> list[Change]:
 
 
 class Reader:
-    """Reads the format that docs/internals/patches.md describes."""
+    """Reads the format that kernels/patches/README.md describes."""
 
     def __init__(self, data: bytes) -> None:
         self.bits, self.width = int.from_bytes(data, "little"), 8 * len(data)

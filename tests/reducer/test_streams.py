@@ -150,7 +150,7 @@ def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
         return
     assert operations <= 40
     assert waits <= 5
-    if options == "SparseAdamW":  # in docs/internals/kernels.md; sizes are small here, so top-k takes four launches
+    if options == "SparseAdamW":  # in kernels/README.md; sizes are small here, so top-k takes four launches
         assert (operations, waits) == (28 if density < 1 else 25, 3)
 
 

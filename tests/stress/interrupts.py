@@ -2,7 +2,7 @@
 
 Rank 1 is interrupted at the n-th place within the library's Python code, for n = 0, stride, 2 stride ... until there
 are no more, and by real signals at random times, which also find waits within the gate of `sparsecomm.signals`. Then
-all ranks continue as docs/guides/troubleshooting.md says, and all must be as without an interrupt, bit for bit.
+all ranks continue as docs/reference/errors.md says, and all must be as without an interrupt, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scenes that are interrupted on one of two real ranks, or of four in two nodes.
 
-They continue as docs/guides/troubleshooting.md says. A scene returns values that must be the same, bit for bit, as
+They continue as docs/reference/errors.md says. A scene returns values that must be the same, bit for bit, as
 without an interrupt.
 """
 

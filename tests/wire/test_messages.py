@@ -197,7 +197,7 @@ def test_codes_of_formats_stay_and_the_docs_name_all() -> None:
     assert {name: wire.code for name, wire in WIRES.items()}.items() >= codes.items()
     assert len({wire.code for wire in WIRES.values()} | {4}) == len(WIRES) + 1  # 4 was int8 without infinities
     assert {code: WIRES[name].code for code, name in WIRE_NAMES.items()} == {code: code for code in WIRE_NAMES}
-    page = Path(__file__).parents[2] / "docs" / "concepts" / "wire-formats.md"
+    page = Path(__file__).parents[2] / "docs" / "algorithms" / "details.md"
     assert set(WIRES) <= set(re.findall(r'`"?(\w+)"?`', page.read_text()))
 
 

@@ -28,7 +28,7 @@ _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes of kernels and launches, for compute capability 9.0: see docs/internals/kernels.md."""
+    """Sizes of kernels and launches, for compute capability 9.0: see kernels/README.md."""
 
     # Names that end in "threads" are threads per block; names that end in "blocks", blocks per multiprocessor.
     sample_threads: int = 512
