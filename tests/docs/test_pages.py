@@ -40,6 +40,11 @@ def exports() -> Block:
     return next(block for block in blocks(README) if block.text.startswith("export "))
 
 
+@pytest.mark.parametrize("page", START[1:-1], ids=lambda page: page.stem)
+def test_a_start_page_shows_a_picture_before_its_first_section(page: Path) -> None:
+    assert "\n![" in page.read_text().partition("\n## ")[0]
+
+
 INSTALL = re.compile(r"pip install[^`\n]*?(?<![\w./-])sparsecomm(?![\w./-])")
 
 
