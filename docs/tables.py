@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import reference  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
-PAGES = sorted([ROOT / "README.md", ROOT / "kernels" / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 SOURCES = sorted((ROOT / "sparsecomm").glob("*/*.py"))

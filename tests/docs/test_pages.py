@@ -94,7 +94,7 @@ def test_first_pages_run_word_for_word(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["trace", "compare-with-dense"])
+@pytest.mark.parametrize("page", ["trace", "compare-with-dense", "local-steps"])
 def test_a_guide_runs_word_for_word(page: str, tmp_path: Path) -> None:
     runner = Runner(tmp_path, environment())
     runner.run(exports())
