@@ -99,7 +99,8 @@ def test_a_new_option_is_one_change_of_one_file(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "sparsecomm", tmp_path / "sparsecomm", ignore=ignored)
     (tmp_path / "sparsecomm" / "_kernels").symlink_to(ROOT / "kernels")
     (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "tables.py", tmp_path / "docs")
+    for file in ("tables.py", "reference.py"):
+        shutil.copy(ROOT / "docs" / file, tmp_path / "docs")
     for file, changes in {"optimizers/options.py": RULE, "reducer/options.py": REDUCER}.items():
         path = tmp_path / "sparsecomm" / file
         text = path.read_text()
