@@ -76,8 +76,8 @@ for step in range(checkpoint.step if checkpoint else 0, arguments.steps):
     data = torch.Generator().manual_seed(step * ranks + rank)  # after a restart, the step has the same data
     optimizer.zero_grad()
     for batch in range(ACCUMULATED):
-        places = torch.randint(len(TEXT) - LENGTH, (BATCH, 1), generator=data)
-        window = TEXT[places + torch.arange(LENGTH + 1)].to(device)
+        starts = torch.randint(len(TEXT) - LENGTH, (BATCH, 1), generator=data)
+        window = TEXT[starts + torch.arange(LENGTH + 1)].to(device)
         model.require_backward_grad_sync = batch == ACCUMULATED - 1  # for DistributedDataParallel
         with torch.autocast(device, torch.bfloat16):
             loss = nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
