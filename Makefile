@@ -41,7 +41,7 @@ SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
 TORCH ?= 2.6.0
 TORCH_OPTIONS ?=
 
-.PHONY: help demo test test-all test-torch stress lint bench wheels wheels-aarch64 report docs clean
+.PHONY: help demo test test-all test-torch stress lint bench bench-check wheels wheels-aarch64 report docs clean
 .PHONY: say-demo say-test say-test-all
 .DEFAULT_GOAL := help
 
@@ -53,6 +53,7 @@ help:
 	@echo "make stress    random faults and attacks for several minutes, with a report in build/stress"
 	@echo "make lint      ruff, mypy and import-linter only"
 	@echo "make bench     benchmarks of the kernels and the collectives"
+	@echo "make bench-check  compare this machine's speed with recorded ratios (ARGS=--record records them)"
 	@echo "make docs      the documentation as a web site, in site/"
 	@echo "make report    a page with tables and plots of bench/results (RESULTS=... for other folders)"
 	@echo "make wheels    the files of a release, in dist/ (wheels-aarch64: for aarch64)"
@@ -92,6 +93,10 @@ lint: $(VENV)/built-test
 bench: $(VENV)/built-test
 	python -m pytest bench/test_kernels.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
 	sparsecomm bench --ranks 2 --algorithms all
+
+# Takes 3 minutes on an idle machine, and needs valgrind. ARGS=calls measures one group.
+bench-check: $(VENV)/built-test
+	python -m bench.check $(ARGS)
 
 # Builds an sdist, and two wheels for each installed Python: see packaging/README.md.
 wheels: $(VENV)/built-test

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,8 @@ class Figures:
         return report.table(self.rows, columns)
 
 
-def selection(figures: Figures, quick: bool) -> None:
-    """Measure selection and merging on one thread."""
+def selection(figures: Figures, sizes: Sequence[int]) -> None:
+    """Measure selection and merging on one thread; most figures are of the first size."""
     backend = CpuBackend(threads=1)
     rng = np.random.default_rng(0)
 
@@ -110,7 +110,6 @@ def selection(figures: Figures, quick: bool) -> None:
         t, r = interop.tensor(x, "x"), None if residual is None else interop.tensor(residual, "r", writable=True)
         return lambda: backend.topk(t, k, r)
 
-    sizes = [2_560_000] if quick else [25_600_000, 100_000_000]
     for n in sizes:
         x = rng.standard_normal(n, dtype=np.float32)
         name = f"top-k, n = {n / 1e6:g}M, density "
@@ -160,7 +159,7 @@ def selection(figures: Figures, quick: bool) -> None:
         figures.ratio(f"top-k, {name}", topk(v, k), "the same of normal data", topk(x, k), 4)
     for k in (25_600, 262_144):
         spread = k * 1000
-        a, b = (_random_entries(k, spread, seed) for seed in (1, 2))
+        a, b = (random_entries(k, spread, seed) for seed in (1, 2))
         times = np.array([seconds(lambda: backend.merge_topk(a, b, k)) for _ in range(41)][5:])  # noqa: B023
         figures.add(f"merge and reselect, k = {k:,}", times * 1e9 / (2 * k), "ns per input entry", 6, times)
     _packing(figures, n)
@@ -169,7 +168,7 @@ def selection(figures: Figures, quick: bool) -> None:
 
 def _packing(figures: Figures, n: int) -> None:
     """Measure packed entries of few bits at a density of 64 / 4,096."""
-    backend, entries = CpuBackend(threads=1), _random_entries(n // 64, n, 3)
+    backend, entries = CpuBackend(threads=1), random_entries(n // 64, n, 3)
     values, _, _ = backend.quantize_values(entries.values, INT2)
     entries = SparseVector(entries.indices, values, n)
     packed = backend.pack(entries, INT2)
@@ -210,7 +209,7 @@ def _memory(figures: Figures, n: int, k: int) -> None:
     figures.add(name, np.array(used) / k, "bytes per k, one thread", 64)
 
 
-def _random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
+def random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
     rng = np.random.default_rng(seed)
     indices = np.unique(rng.integers(0, n, k + k // 100))
     indices = np.sort(rng.permutation(indices)[:k])
@@ -306,7 +305,7 @@ def compare(options: Any) -> Table:
     turns: dict[str, list[dict[str, list[float]]]] = {name: [] for name in folders}
     for _ in range(options.times):
         for name, folder in folders.items():
-            turns[name].append(_call_figures(folder, options.ranks, options.large))
+            turns[name].append(call_figures(folder, options.ranks, options.large))
 
     def ratios(name: str) -> Callable[[str], str]:
         def text(figure: str) -> str:
@@ -324,7 +323,7 @@ def compare(options: Any) -> Table:
     return report.table(turns["this"][0], [*columns, *((f"{name}, us", micros(name)) for name in folders)])
 
 
-def _call_figures(folder: Path, ranks: int, large: bool) -> dict[str, list[float]]:
+def call_figures(folder: Path, ranks: int, large: bool) -> dict[str, list[float]]:
     """Return a ratio and two times in microseconds for each figure, measured with the checkout in ``folder``."""
     mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or "mpirun"
     environment = os.environ | {"PYTHONPATH": str(folder), "SPARSECOMM_THREADS": "1"}
@@ -347,7 +346,10 @@ def main() -> int:
         report.show([], [compare(options)], width=140)
         return 0
     figures = Figures()
-    (exchange if RANKS > 1 else selection)(figures, options.quick)
+    if RANKS > 1:
+        exchange(figures, options.quick)
+    else:
+        selection(figures, [2_560_000] if options.quick else [25_600_000, 100_000_000])
     if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")) == "0":
         run = report.about("-m bench.figures", sys.argv[1:], RANKS, threads=None if RANKS > 1 else 1)
         stem = options.write and options.write / (f"allreduce-{RANKS}" if RANKS > 1 else "kernels")
