@@ -15,6 +15,13 @@ from sparsecomm.cli.world import World
 from sparsecomm.tensors.arrays import Array
 
 
+def seconds(action: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
 class Runner:
     """Something to measure. Its actions are methods without arguments that all ranks call, such as `step`."""
 

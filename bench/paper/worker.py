@@ -28,6 +28,7 @@ from bench import report, timing
 from bench.compare import baselines, contenders
 from bench.paper.models import MODELS, Model
 from bench.paper.tables import rows_of
+from bench.timing import seconds as seconds_of
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import tune
@@ -105,7 +106,7 @@ def calibrated(options: argparse.Namespace) -> Costs:
     if COMM.rank == 0:
         for name, (_, count, work) in tune.works().items():
             work()
-            alone[name] = float(np.median([_seconds(work) for _ in range(15)])) / count
+            alone[name] = float(np.median([seconds_of(work) for _ in range(15)])) / count
     wait_all()
     alone = COMM.bcast(alone)
     shared = Costs(link, **{name: turns * seconds for name, seconds in alone.items()})
@@ -126,16 +127,10 @@ def work_alone(vectors: Vectors, model: Model, base: Array) -> dict[str, float]:
     if COMM.rank == 0:
         for step in range(6):
             x = gradient(base, model.n, step)
-            times["select"].append(_seconds(lambda: sc.topk(x, model.k, residual=vectors.residual)))  # noqa: B023
-            times["densify"].append(_seconds(lambda: found.to_dense(out=vectors.out)))
+            times["select"].append(seconds_of(lambda: sc.topk(x, model.k, residual=vectors.residual)))  # noqa: B023
+            times["densify"].append(seconds_of(lambda: found.to_dense(out=vectors.out)))
     wait_all()
     return dict(COMM.bcast({name: float(np.median(its[1:])) if its else 0.0 for name, its in times.items()}))
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -203,7 +198,7 @@ def measured(method: Method, model: Model, base: Array, options: argparse.Namesp
 
 def _together(action: Callable[[], object]) -> float:
     wait_all()
-    seconds = _seconds(action)
+    seconds = seconds_of(action)
     wait_all()
     return float(max(COMM.allgather(seconds)))
 
