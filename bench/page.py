@@ -1,4 +1,4 @@
-"""A page of results, with tables and plots, as a site of mkdocs.
+"""A page of results with tables and plots, as HTML.
 
     python -m bench.page                            bench/results, to build/report/index.html
     python -m bench.page curves.json --out folder
@@ -9,10 +9,10 @@ rows of the file. Files of ``sparsecomm bench --json``, `bench.model`, `bench.co
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -29,19 +29,14 @@ from sparsecomm.tracing.observers import PARTS
 
 MAX_ROWS = 60
 STYLE = {"font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "sparsecomm"}
-CONFIG = """\
-site_name: "sparsecomm: results"
-docs_dir: {pages}
-site_dir: {site}
-use_directory_urls: false
-theme: {{name: material, font: false, features: [navigation.top, toc.follow]}}
-plugins: []
-markdown_extensions: [tables, attr_list, pymdownx.details, pymdownx.superfences]
+HEAD = """\
+<!doctype html><meta charset="utf-8"><title>sparsecomm: results</title>
+<style>body {max-width: 70em; margin: auto; font-family: sans-serif} pre {overflow-x: auto; font-size: smaller}
+img {max-width: 100%}</style>
+<h1>sparsecomm: results</h1>
+<p>Measured and simulated figures, by result file.</p>
 """
 Row = dict[str, Any]
-
-
-# -- result files -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,7 @@ class Result:
     @property
     def rows(self) -> list[Row]:
         """The rows of the main table; empty if there is none."""
-        rows = self.data.get("rows", [])
-        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        return self.tables.get("rows", [])
 
     @property
     def about(self) -> dict[str, Any]:
@@ -68,25 +62,14 @@ class Result:
 
     @property
     def tables(self) -> dict[str, list[Row]]:
-        """All lists of rows in the file, by name; rows within rows are flattened."""
+        """All lists of rows in the file, by name."""
         lists = {name: rows for name, rows in self.data.items() if isinstance(rows, list) and rows and name != "runs"}
-        found = {name: rows for name, rows in lists.items() if all(isinstance(row, dict) for row in rows)}
-        return {name: [_flat(row) for row in rows] for name, rows in found.items()}
-
-
-def _flat(row: Row) -> Row:
-    flat: Row = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            flat |= {f"{key} {name}" if name in row else name: inner for name, inner in _flat(value).items()}
-        elif not isinstance(value, list):
-            flat[key] = value
-    return flat
+        return {name: rows for name, rows in lists.items() if all(isinstance(row, dict) for row in rows)}
 
 
 def read(paths: Iterable[Path]) -> list[Result]:
     """Return the results of files, and of all .json and .jsonl files in folders, by name."""
-    found = []
+    results = []
     for path in paths:
         for file in sorted([*path.glob("*.json"), *path.glob("*.jsonl")]) if path.is_dir() else [path]:
             try:
@@ -94,10 +77,10 @@ def read(paths: Iterable[Path]) -> list[Result]:
                 data = list(map(json.loads, text.splitlines())) if file.suffix == ".jsonl" else json.loads(text)
             except ValueError as error:
                 raise ValueError(f"{file}: it is not JSON ({error})") from error
-            found.append(Result(file, data if isinstance(data, dict) else {"rows": data}))
-    if not found:
+            results.append(Result(file, data if isinstance(data, dict) else {"rows": data}))
+    if not results:
         raise ValueError("there is no .json or .jsonl file to report on")
-    return found
+    return results
 
 
 # -- plots ------------------------------------------------------------------------------------------------------------
@@ -181,68 +164,55 @@ PLOTS: dict[str, dict[str, Callable[[Result], Any]]] = {
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def write_pages(found: Sequence[Result], folder: Path) -> None:
-    """Write index.md and its pictures into a folder."""
-    lines = ["# sparsecomm: results", "", "Measured and simulated figures, by result file.", ""]
-    for result in found:
-        lines += section(result, folder)
-    folder.joinpath("index.md").write_text("\n".join(lines))
+def write(results: Sequence[Result], folder: Path) -> None:
+    """Write index.html and its pictures into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        sections = "".join(section(result, folder) for result in results)
+    folder.joinpath("index.html").write_text(HEAD + sections)
 
 
-def section(result: Result, folder: Path) -> list[str]:
-    """Return the lines of a section, and write its pictures into a folder."""
+def section(result: Result, folder: Path) -> str:
+    """Return the HTML of a section, and write its pictures into a folder."""
     about, path = result.about, result.path
-    lines = [f"## {escape(path.stem)}", ""]
+    facts = [path.name, *(str(about[name]) for name in ("machine", "device", "date") if about.get(name))]
+    html = f"<h2>{escape(path.stem)}</h2>\n<p>{escape('; '.join(facts))}</p>\n"
     if about.get("command"):
-        lines += ["```console", str(about["command"]), "```", ""]
-    facts = [str(about[name]) for name in ("machine", "device", "date") if about.get(name)]
-    lines += [f"`{path.name}`" + escape("".join(f"; {fact}" for fact in facts)), ""]
+        html += f"<pre>{escape(str(about['command']))}</pre>\n"
+    pictures = []
     for picture in sorted([*path.parent.glob(f"{path.stem}.png"), *path.parent.glob(f"{path.stem}-*.png")]):
         shutil.copy(picture, folder)
-        lines += [f"![{picture.stem}]({picture.name})", ""]
+        pictures.append((picture.stem, picture.name))
     keys = {*result.data, *next(iter(result.rows), {})}
     for caption, draw in next((plots for key, plots in PLOTS.items() if key in keys), {}).items():
         if (figure := draw(result)) is not None:
             name = f"{path.stem}-{caption.replace(' ', '-').replace(',', '')}.svg"
             figure.savefig(folder / name, metadata={"Date": None})
             pyplot().close(figure)
-            lines += [f"![{caption}: {escape(path.stem)}]({name})", ""]
-    if (text := path.with_suffix(".txt")).exists():
-        indented = (f"    {line}" for line in text.read_text().splitlines())
-        return [*lines, '??? note "Tables"', "", "    ```text", *indented, "    ```", ""]
+            pictures.append((f"{caption}: {path.stem}", name))
+    html += "".join(f'<img alt="{escape(alt)}" src="{escape(name)}">\n' for alt, name in pictures)
+    text = path.with_suffix(".txt")
+    content = text.read_text() if text.exists() else tables_text(result)
+    return html + f"<details><summary>Tables</summary><pre>{escape(content)}</pre></details>\n"
+
+
+def tables_text(result: Result) -> str:
+    """Return the rows of a file as tables of text."""
+    tables = []
     for name, rows in result.tables.items():
-        lines += table(name, rows)
-    return lines
-
-
-def table(name: str, rows: Sequence[Row]) -> list[str]:
-    """Return a table in Markdown; values that all rows share are in its caption."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    common = [column for column in columns if len(rows) > 1 and len({str(row.get(column)) for row in rows}) == 1]
-    shared = "; ".join(f"{column} {_cell(rows[0][column])}" for column in common if rows[0][column] is not None)
-    columns = [column for column in columns if column not in common]
-    caption = f"**{escape(name)}**" + (f", the first {MAX_ROWS} of {len(rows)}" if len(rows) > MAX_ROWS else "")
-    lines = [caption + (f" ({shared})" if shared else ""), ""]
-    lines += ["| " + " | ".join(map(escape, columns)) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows[:MAX_ROWS]]
-    return [*lines, ""]
+        columns = [
+            (key, lambda row, key=key: _cell(row.get(key))) for key in dict.fromkeys(k for row in rows for k in row)
+        ]
+        title = name + (f", the first {MAX_ROWS} of {len(rows)}" if len(rows) > MAX_ROWS else "")
+        tables.append(report.table(rows[:MAX_ROWS], columns, title=title, title_justify="left"))
+    report.show([], tables, file := io.StringIO())
+    return file.getvalue()
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    text = number_text(value, 4) if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
-    return escape(text).replace("|", "&#124;").replace("\n", " ")
-
-
-def build(pages: Path, site: Path) -> None:
-    """Build the site of the pages by mkdocs."""
-    from mkdocs.commands.build import build as build_site
-    from mkdocs.config import load_config
-
-    config = pages.parent / "mkdocs.yml"
-    config.write_text(CONFIG.format(pages=pages, site=site.absolute()))
-    build_site(load_config(str(config)))
+    return number_text(value, 4) if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def main() -> int:
@@ -251,16 +221,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/report"), metavar="FOLDER", help="(%(default)s)")
     options = parser.parse_args()
     try:
-        found = read(options.results)
+        results = read(options.results)
     except (OSError, ValueError) as error:
         print(f"bench.page: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="bench-page.") as temporary, matplotlib.rc_context(STYLE):
-        pages = Path(temporary, "pages")
-        pages.mkdir()
-        write_pages(found, pages)
-        build(pages, options.out)
-    print(f"{options.out / 'index.html'}: {len(found)} files")
+    write(results, options.out)
+    print(f"{options.out / 'index.html'}: {len(results)} files")
     return 0
 
 
