@@ -66,9 +66,6 @@ def main() -> None:
     (on_simulated_ranks if options.simulated else on_real_ranks)(options)
 
 
-# -- real ranks -------------------------------------------------------------------------------------------------------
-
-
 def on_real_ranks(options: Any) -> None:
     from mpi4py import MPI
 
@@ -136,9 +133,6 @@ def cases_table(rows: list[Row]) -> Table:
         ("auto / fastest", report.number("ratio", ".2f")),
     ]
     return report.table(rows, columns)
-
-
-# -- simulated ranks --------------------------------------------------------------------------------------------------
 
 
 def on_simulated_ranks(options: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.clock import Clock
-from bench.gpu_training import GPT2, Setting
+from bench.gpu_training import Setting, model_of
 from sparsecomm.torch import SparseAdamW
 from sparsecomm.transport import simulated
 
@@ -40,7 +40,7 @@ def shapes_of(model: str) -> Shapes:
     """Return the shapes of a model's parameters."""
     layers, width = MODELS[model]
     with torch.device("meta"):
-        parameters = GPT2(Setting(layers=layers, width=width)).named_parameters()
+        parameters = model_of(Setting(layers=layers, width=width)).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 

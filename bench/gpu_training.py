@@ -50,6 +50,7 @@ from torch.nn import functional
 import sparsecomm.torch
 from bench import report
 from bench.clock import Clock
+from bench.experiments.tasks import Transformer
 from sparsecomm.optimizers.options import DENSITY
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import simulated
@@ -185,64 +186,25 @@ def text_of(setting: Setting, folder: Path, *, packages: bool) -> Text:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.attention = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.between, self.expand = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        split = self.attention(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        hidden: Tensor = functional.gelu(self.expand(self.between(x)), approximate="tanh")
-        return x + self.contract(hidden)
+def model_of(setting: Setting) -> Transformer:
+    """Return the model of Radford et al. (2019), without dropout. The embedding is also the output layer."""
+    shape = setting.words, setting.width, setting.layers, setting.heads
+    return Transformer(*shape, tied=True, length=setting.length, bias=False)
 
 
-class GPT2(nn.Module):
-    """The model of Radford et al. (2019), without dropout. The embedding is also the output layer."""
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(setting.words, setting.width)
-        self.positions = nn.Embedding(setting.length, setting.width)
-        self.blocks = nn.ModuleList(Block(setting.width, setting.heads) for _ in range(setting.layers))
-        self.last = nn.LayerNorm(setting.width)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                ends_branch = name.endswith(("project.weight", "contract.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * setting.layers) if ends_branch else 1))
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return functional.linear(self.last(x), self.embedding.weight)
-
-    def loss(self, samples: Tensor) -> Tensor:
-        """Return the mean cross-entropy of samples, which have one token more than the model reads."""
-        with torch.autocast(samples.device.type, torch.bfloat16):
-            scores = self(samples[:, :-1])
-        return functional.cross_entropy(scores.float().flatten(0, 1), samples[:, 1:].flatten())
+def loss_of(model: nn.Module, samples: Tensor) -> Tensor:
+    """Return the mean cross-entropy of samples, which have one token more than the model reads."""
+    with torch.autocast(samples.device.type, torch.bfloat16):
+        scores = model(samples[:, :-1])
+    return functional.cross_entropy(scores.float().flatten(0, 1), samples[:, 1:].flatten())
 
 
 def groups_of(model: nn.Module, *, named: bool) -> list[dict[str, Any]]:
     """Return groups of parameters for AdamW: weight decay applies to matrices."""
-    pairs = list(model.named_parameters())
-    return [
-        {
-            "params": [pair if named else pair[1] for pair in pairs if (pair[1].ndim > 1) == matrix],
-            "weight_decay": decay,
-        }
-        for matrix, decay in ((True, 0.1), (False, 0.0))
-    ]
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[parameter.ndim > 1].append((name, parameter) if named else parameter)
+    return [{"params": groups[True], "weight_decay": 0.1}, {"params": groups[False], "weight_decay": 0.0}]
 
 
 # -- a training -------------------------------------------------------------------------------------------------------
@@ -302,7 +264,7 @@ class Training:
         number = 0 if transport is None else transport.rank
         mine = range(setting.ranks) if transport is None else range(number, number + 1)
         torch.manual_seed(setting.seed)
-        model = GPT2(setting).to(self.device)
+        model = model_of(setting).to(self.device)
         limit = setting.clip * math.sqrt(setting.ranks / len(mine))
         optimizer: Any
         if transport is None:
@@ -331,14 +293,14 @@ class Training:
             self._ended(step, model, losses, sent / size)
         self.states[number] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sent": sent}
 
-    def _backward(self, model: GPT2, step: int, ranks: range, limit: float) -> list[Tensor]:
+    def _backward(self, model: nn.Module, step: int, ranks: range, limit: float) -> list[Tensor]:
         """Set the gradients to the clipped mean over ``ranks``, and return the loss of each of these ranks."""
         setting, started, losses = self.setting, self._wait(), []
         random = np.random.default_rng([setting.seed, step])
         starts = random.integers(len(self.text.training) - setting.length - 1, size=(setting.ranks, setting.batch))
         model.zero_grad()
         for rank in ranks:
-            loss = model.loss(self._samples(self.text.training, starts[rank]))
+            loss = loss_of(model, self._samples(self.text.training, starts[rank]))
             (loss / len(ranks)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -349,7 +311,7 @@ class Training:
         rows = np.stack([tokens[start : start + self.setting.length + 1] for start in starts])
         return torch.from_numpy(rows.astype(np.int64)).to(self.device)
 
-    def _ended(self, step: int, model: GPT2, losses: list[Tensor], sent: float) -> None:
+    def _ended(self, step: int, model: nn.Module, losses: list[Tensor], sent: float) -> None:
         """Note the end of a step on a rank. The last rank evaluates the model if it is time."""
         setting, progress = self.setting, self.progress.setdefault(step, Progress())
         progress.losses += losses
@@ -378,11 +340,11 @@ class Training:
         self._mark()
 
     @torch.no_grad()
-    def _held_out_loss(self, model: GPT2) -> float:
+    def _held_out_loss(self, model: nn.Module) -> float:
         setting, tokens = self.setting, self.text.held_out
         starts = np.linspace(0, len(tokens) - setting.length - 2, setting.held_out).astype(np.int64)
         parts = np.array_split(starts, max(1, setting.held_out // 4))
-        losses = [model.loss(self._samples(tokens, part)).item() * len(part) for part in parts]
+        losses = [loss_of(model, self._samples(tokens, part)).item() * len(part) for part in parts]
         return math.fsum(losses) / setting.held_out
 
     # -- times --

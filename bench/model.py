@@ -76,9 +76,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         save(draw(_header(problem), found), arguments.plot)
 
 
-# -- options ----------------------------------------------------------------------------------------------------------
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     network = parser.add_argument_group("the network")
@@ -123,9 +120,6 @@ def problem_of(asked: argparse.Namespace) -> Problem:
     return Problem(asked.n, count_of(asked.density, asked.n), costs, asked.ranks_per_node)
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
 def rows(problem: Problem, asked: argparse.Namespace) -> Iterator[Row]:
     """Yield all rows that were asked for, by number of ranks."""
     costs = problem.costs
@@ -151,9 +145,6 @@ def rows(problem: Problem, asked: argparse.Namespace) -> Iterator[Row]:
                 "formula_step_seconds": chosen.seconds,
                 **done.get(key, _NOT_SIMULATED),
             }
-
-
-# -- what is shown ----------------------------------------------------------------------------------------------------
 
 
 def _ms(row: Row, name: str) -> str:

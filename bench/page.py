@@ -83,8 +83,6 @@ def read(paths: Iterable[Path]) -> list[Result]:
     return results
 
 
-# -- plots ------------------------------------------------------------------------------------------------------------
-
 _PART_COLOURS = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#bbbbbb"
 _PART_HATCHES = "", "//", "", "\\\\", "..", "xx", ""
 
@@ -159,9 +157,6 @@ PLOTS: dict[str, dict[str, Callable[[Result], Any]]] = {
         "Time, bytes and messages against ranks": lambda result: model.draw(result.data["header"], result.rows)
     },
 }
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
 
 
 def write(results: Sequence[Result], folder: Path) -> None:

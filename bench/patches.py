@@ -45,6 +45,7 @@ from rich.table import Table
 from torch.nn import functional
 
 from bench import report
+from bench.timing import seconds as seconds_of
 from sparsecomm import patches
 from sparsecomm.patches.codec import apply_to, diff_weights
 from sparsecomm.patches.elements import weights_of
@@ -251,7 +252,7 @@ def of_files(old: Path, new: Path, levels: list[int], repeats: int) -> list[Row]
             ways[name] = quiet
     rows = []
     for name, steps in ways.items():
-        made, applied = np.median([[timed(step) for step in steps] for _ in range(repeats)], axis=0)
+        made, applied = np.median([[seconds_of(step) for step in steps] for _ in range(repeats)], axis=0)
         assert out.read_bytes() == new.read_bytes()
         rows.append(
             {"way": name, "file": new.stat().st_size, "bytes": patch.stat().st_size, "made": made, "applied": applied}
@@ -265,13 +266,6 @@ def apply_file(old: Path, patch: Path, out: Path) -> None:
     """Apply a patch to a file, and write the result to another one."""
     shutil.copyfile(old, out)
     apply_to(patch.read_bytes(), map_weights(out, writable=True))
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Return the seconds that a function takes."""
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------
@@ -311,7 +305,7 @@ def speed(args: argparse.Namespace) -> list[Row]:
         "apply": lambda: patches.apply(patch, target),
         "apply, back": lambda: patches.apply(back, target),
     }
-    times = np.array([[timed(way) for way in ways.values()] for _ in range(args.repeats + 1)][1:])
+    times = np.array([[seconds_of(way) for way in ways.values()] for _ in range(args.repeats + 1)][1:])
     middle = dict(zip(ways, np.median(times, axis=0), strict=True))
     rows = []
     for i, name in enumerate(ways):

@@ -48,9 +48,6 @@ def fastest(times: Times, names: list[str], kind: str) -> str | None:
     return min((n for n in names if (n, kind) in times), key=lambda n: times[n, kind].median, default=None)
 
 
-# -- times ------------------------------------------------------------------------------------------------------------
-
-
 def timing_rows(runners: dict[str, Runner], times: Times, own_hosts: bool) -> list[Row]:
     rows = []
     for name, runner in runners.items():
@@ -93,9 +90,6 @@ def _name(row: Row) -> str:
     return ("ours: " if CONTENDERS[row["name"]].kind == "ours" else "") + str(row["name"])
 
 
-# -- against what the links cost --------------------------------------------------------------------------------------
-
-
 def bound_rows(ours: dict[str, Ours], times: Times, links: dict[str, Link]) -> list[Row]:
     rows = []
     for name, runner in ours.items():
@@ -129,9 +123,6 @@ def bound_table(rows: list[Row], links: dict[str, Link]) -> Table:
         columns.append(("ratio", inside(source, number("ratio", ".2f"))))
     title = "exchange against MPI alone, and against alpha and beta"
     return report.table(rows, columns, title=title, caption=link_text(links))
-
-
-# -- ratios -----------------------------------------------------------------------------------------------------------
 
 
 def ratio_rows(times: Times) -> list[Row]:
@@ -168,9 +159,6 @@ def ratio_table(rows: list[Row]) -> Table:
         ("quartiles", interval("quartiles", ".2f")),
     ]
     return report.table(rows, columns, title="ratios, round by round")
-
-
-# -- from which density on a dense sum is faster ----------------------------------------------------------------------
 
 
 def density_row(density: float, times: Times) -> Row:

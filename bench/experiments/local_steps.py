@@ -90,9 +90,6 @@ class Setting:
         return self.ranks, self.sync_every, *method, self.outer, self.momentum, self.delay, self.steps, self.seed
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
-
-
 def lstm_worker(rank: int, ranks: int, seed: int) -> tuple[Worker, torch.optim.Optimizer]:
     """Return a worker with the LSTM, and its inner optimizer."""
     worker = Worker(TASKS["text"].build, TASKS["text"].data, rank, ranks, seed)
@@ -137,9 +134,6 @@ def work(setting: Setting, transport: Transport) -> Outcome:
     return {"curve": curve, "loss": worker.loss()} if transport.rank == 0 else {}
 
 
-# -- costs ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Cost:
     """The cost of a round: bytes that the busiest rank sends and receives, and seconds at each of `RATES`."""
@@ -159,8 +153,6 @@ def _cost(ranks: int, k: int | float, options: tuple[tuple[str, Any], ...]) -> C
     costs = [cost_of_round(ranks, ELEMENTS, k, rate, dict(options)) for rate in RATES.values()]
     return Cost(costs[0][0] + costs[0][1], tuple(seconds for _, _, seconds in costs))
 
-
-# -- tables and plots -------------------------------------------------------------------------------------------------
 
 GRID = Grid(Setting, "setting")
 Groups = dict[Setting, dict[int, Outcome]]

@@ -177,9 +177,6 @@ class Ranks:
         return np.concatenate(of_tensors)
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
-
-
 def train(rule: Rule) -> Outcome:
     """Return the outcome of a training."""
     workers = [lstm_worker(rank, rule.ranks, rule.seed) for rank in range(rule.ranks)]

@@ -19,39 +19,17 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import sparsecomm as sc
 from bench import report
-from bench.experiments.tasks import LENGTH, characters, text
+from bench.experiments.tasks import TRANSFORMERS
 from bench.experiments.trainer import Worker
 from sparsecomm.transport import simulated
 
-WIDTH, BLOCKS, HEADS = 64, 3, 4
+TASK = TRANSFORMERS["transformer"]
 RATE = 0.006  # of AdamW; it rises for `WARM` steps of a worker, then falls to a twentieth
 WARM = 50
 SOME = 512  # held-out samples for the loss
-
-
-class Transformer(nn.Module):
-    """A decoder of characters: 3 blocks, 4 heads, width 64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        size = len(set(text()))
-        self.embedding, self.positions = nn.Embedding(size, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, BLOCKS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, size)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.05)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        embedded = self.embedding(x) + self.positions.weight[: x.shape[1]]
-        scores: Tensor = self.head(self.blocks(embedded, mask, is_causal=True))
-        return scores
 
 
 @dataclass(frozen=True)
@@ -76,7 +54,7 @@ def train(setting: Setting) -> dict[str, Any]:
 
 def work(setting: Setting, transport: simulated.SimulatedTransport) -> dict[str, Any]:
     """Run one worker."""
-    worker = Worker(Transformer, characters, transport.rank, transport.size, setting.seed)
+    worker = Worker(TASK.build, TASK.data, transport.rank, transport.size, setting.seed)
     matrices = [p for p in worker.model.parameters() if p.dim() > 1]
     others = [p for p in worker.model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

@@ -143,11 +143,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder over characters or words; ``tied``: the scores use the weights of the embedding."""
 
-    def __init__(self, size: int, width: int, blocks: int, heads: int, *, tied: bool = False) -> None:
+    def __init__(
+        self, size: int, width: int, blocks: int, heads: int, *, tied: bool = False, length: int = 64, bias: bool = True
+    ) -> None:
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(size, width), nn.Embedding(LENGTH, width)
+        self.embedding, self.positions = nn.Embedding(size, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(blocks)])
-        self.last, self.scores = nn.LayerNorm(width), nn.Linear(width, size)
+        self.last, self.scores = nn.LayerNorm(width), nn.Linear(width, size, bias=bias)
         if tied:
             self.scores.weight = self.embedding.weight
         for parameter in self.parameters():

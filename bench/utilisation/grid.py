@@ -113,8 +113,6 @@ def cells(network: Network, methods: Sequence[str], every: Sequence[int]) -> Ite
                 yield Cell(network, method, H)
 
 
-# -- the ranks --------------------------------------------------------------------------------------------------------
-
 ROOT = Path(__file__).parents[2]
 
 

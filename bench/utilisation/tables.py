@@ -161,8 +161,6 @@ def _plans(rows: list[Row], name: str, group: Callable[[Row], str]) -> list[list
     return table
 
 
-# -- predictions ------------------------------------------------------------------------------------------------------
-
 _DENSITY = 64 / 4096  # of local steps
 _PARTS = 8  # a slept step changes a part of the parameters, by `bench.utilisation.worker`: one of 8 at most
 _MIN_QUEUE = 0.032  # seconds that a packet may wait in front of an emulated link: the round trip, but at least this
@@ -207,8 +205,6 @@ def _prediction(row: Row, setting: Row, slower: float) -> model.Prediction:
     network = model.Network(row["rate"], row["rtt"], row["loss"], queue=max(row["rtt"], _MIN_QUEUE))
     return model.predict(training, network, exchange, costs)
 
-
-# -- heat maps --------------------------------------------------------------------------------------------------------
 
 TITLES = {"dense": "dense local steps", "blocking": "sparse local steps", "delayed": "sparse local steps, delayed"}
 

@@ -127,9 +127,6 @@ def enough(outcomes: Sequence[Outcome]) -> Table:
     )
 
 
-# -- cells ------------------------------------------------------------------------------------------------------------
-
-
 def _table(title: str, caption: str, left: Sequence[str], right: Sequence[str], sections: Iterable[Rows]) -> Table:
     table = Table(title=title, caption=caption)
     for column in left:
