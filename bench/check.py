@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -151,16 +151,16 @@ def check(group: str, recorded: dict[str, list[float]]) -> int:
     return len(slower) + len(recorded.keys() - best.keys())
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
     parser.add_argument("groups", nargs="*", default=list(GROUPS), metavar="GROUP", help=f"some of {', '.join(GROUPS)}")
     parser.add_argument("--record", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "SPARSECOMM_THREADS": "1"}
     torch.set_num_threads(1)
     if unknown := set(options.groups) - GROUPS.keys():
         parser.error(f"unknown group {min(unknown)}: expected some of {', '.join(GROUPS)}")
-    file = json.loads(FILE.read_text()) if FILE.exists() else {"ratios": {}}
+    file = json.loads(FILE.read_text()) if FILE.exists() else {"run": None, "ratios": {}}
     if options.record:
         for group in options.groups:
             file["ratios"][group] = measured(group, RECORDED_TURNS)

@@ -42,9 +42,9 @@ def samples() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tenso
     text = Path(argparse.__file__).read_text()
     numbers = torch.tensor([min(max(ord(character) - 32, 0), 95) for character in text])
     rows = numbers[: len(numbers) // LENGTH * LENGTH].reshape(-1, LENGTH)
-    found = [{"input_ids": row, "labels": row} for row in rows]
-    split = len(found) * 9 // 10
-    return found[:split], found[split:]
+    samples = [{"input_ids": row, "labels": row} for row in rows]
+    split = len(samples) * 9 // 10
+    return samples[:split], samples[split:]
 
 
 def train(setting: Setting, folder: str) -> dict[str, float]:

@@ -186,8 +186,8 @@ class Run:
 
         n, data, inputs, residuals = vectors.n, vectors.data, vectors.inputs, vectors.residuals
         k, what = max(1, round(n * density)), f"n = {n / 1e6:g}M, density {density:g}"
-        found, expected = sc.topk(inputs[0], k), sc.topk(host, k)
-        self.same(f"top-k{data}, {what}", found, expected)
+        result, expected = sc.topk(inputs[0], k), sc.topk(host, k)
+        self.same(f"top-k{data}, {what}", result, expected)
         alone = [lambda t=t: self.backend.topk(t, k, None) for t in vectors.tensors()]
         bytes_out = 8 * expected.nnz
         self.ours(f"top-k{data}, {what}", 4 * n + bytes_out, 1.3, alone)
@@ -425,9 +425,9 @@ class Run:
     def peer(self, what: str, actions: list[Action]) -> None:
         self.rows.append({"what": what, "called_us": float(np.median(self._times(itertools.cycle(actions)))) * 1e6})
 
-    def same(self, what: str, found: Any, expected: Any) -> None:
+    def same(self, what: str, result: Any, expected: Any) -> None:
         """Check that a result is the CPU's, bit for bit."""
-        indices, values = found.indices.get(), found.values.get()
+        indices, values = result.indices.get(), result.values.get()
         if not np.array_equal(indices, expected.indices) or values.tobytes() != expected.values.tobytes():
             self.wrong.append(f"{what}: {len(indices)} entries that are not the CPU's {expected.nnz}")
 

@@ -125,14 +125,14 @@ current = [Stream()]  # the last one is CuPy's current stream
 
 def function(name: str) -> Any:
     """Return a function of CuPy, which is NumPy's."""
-    found = getattr(np, name)
+    original = getattr(np, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
         counts["function of arrays"] += 1
-        made = found(*arguments, **options)
+        made = original(*arguments, **options)
         return made.view(Array) if isinstance(made, np.ndarray) else made
 
-    return found if isinstance(found, type) else call
+    return original if isinstance(original, type) else call
 
 
 def replace_cupy(driver: ctypes.CDLL) -> None:

@@ -93,7 +93,7 @@ def measured(shapes: Shapes, ranks: int, device: str) -> Times:
 
     if not ranks:
         return program(None)
-    found = [result.value for result in simulated.run(ranks, program) if result.value is not None]
-    seconds, host, messages, _ = found[0]
-    one = [[each / ranks for each in times] for times in (seconds, messages)]
-    return Times(one[0], host, one[1], fmean(times.sent for times in found))
+    results = [result.value for result in simulated.run(ranks, program) if result.value is not None]
+    seconds, host, messages, _ = results[0]
+    one = [[time_of_all / ranks for time_of_all in times] for times in (seconds, messages)]
+    return Times(one[0], host, one[1], fmean(times.sent for times in results))

@@ -133,9 +133,9 @@ def tokens_of(setting: Setting, *, packages: bool) -> Text:
     parts: list[list[NDArray[np.int32]]] = [[], []]
     sizes, digest = Counter[str](), hashlib.sha256()
     for i, (name, text) in enumerate(sources(setting.text_bytes, packages=packages)):
-        found = TOKEN.findall(text)
+        tokens = TOKEN.findall(text)
         parts[i % HELD_OUT == HELD_OUT - 1].append(
-            np.fromiter((number.setdefault(word, len(number)) for word in found), np.int32, len(found))
+            np.fromiter((number.setdefault(word, len(number)) for word in tokens), np.int32, len(tokens))
         )
         sizes[name.partition("/")[0] if "/" in name else "single modules"] += len(text)
         digest.update(text.encode())
@@ -150,9 +150,9 @@ def tokens_of(setting: Setting, *, packages: bool) -> Text:
     starts, table = np.cumsum(lengths) - lengths, np.concatenate(spelled).astype(np.uint16)
 
     def encoded(numbers: NDArray[np.int32]) -> Tokens:
-        each = lengths[numbers]
-        shift = starts[numbers] - (np.cumsum(each) - each)  # from a position in the result to the one in the table
-        result: Tokens = table[np.repeat(shift, each) + np.arange(each.sum())]
+        sizes = lengths[numbers]
+        shift = starts[numbers] - (np.cumsum(sizes) - sizes)  # from a position in the result to the one in the table
+        result: Tokens = table[np.repeat(shift, sizes) + np.arange(sizes.sum())]
         return result
 
     training, held_out = (encoded(np.concatenate(part)) for part in parts)
@@ -372,19 +372,19 @@ class Training:
 
 def read(file: Path) -> dict[Setting, dict[int, Row]]:
     """Return the lines of a file by setting and step. A later line replaces an earlier one."""
-    found: dict[Setting, dict[int, Row]] = {}
+    rows: dict[Setting, dict[int, Row]] = {}
     for line in file.read_text().splitlines() if file.exists() else []:
         row = json.loads(line)
-        found.setdefault(Setting(**row["setting"]), {})[row["step"]] = row
-    return found
+        rows.setdefault(Setting(**row["setting"]), {})[row["step"]] = row
+    return rows
 
 
 def show(file: Path) -> None:
     """Print the tables of a file: how each training ended, and its losses on the way."""
-    found = read(file)
-    if not found:
+    results = read(file)
+    if not results:
         raise SystemExit(f"{file}: no results")
-    last = {setting: rows[max(rows)] for setting, rows in found.items()}
+    last = {setting: rows[max(rows)] for setting, rows in results.items()}
     lines = []
     for about in {json.dumps(row["about"]): row["about"] for row in last.values()}.values():
         text = about["text"]
@@ -397,7 +397,7 @@ def show(file: Path) -> None:
     def samples(setting: Setting) -> Setting:
         return replace(setting, way="dense", density=0.0, ranks=1, batch=setting.ranks * setting.batch)
 
-    dense = {samples(setting): rows for setting, rows in found.items() if setting.way == "dense"}
+    dense = {samples(setting): rows for setting, rows in results.items() if setting.way == "dense"}
 
     def above(setting: Setting) -> str | None:
         """Return how much the loss is above that of a dense training with the same samples in each step."""
@@ -421,15 +421,15 @@ def show(file: Path) -> None:
         ("step, ms", ms("step")),
         ("step / both", lambda s: f"{last[s]['ms']['step'] / (last[s]['ms']['step'] + last[s]['ms']['backward']):.1%}"),
     ]
-    tables = [report.table(found, columns, title="at the end; times of one rank, medians", title_justify="left")]
-    steps = sorted({step for rows in found.values() for step in rows})
+    tables = [report.table(results, columns, title="at the end; times of one rank, medians", title_justify="left")]
+    steps = sorted({step for rows in results.values() for step in rows})
     some = [step for i, step in enumerate(steps) if i % max(1, len(steps) // 20) == 0 or step == steps[-1]]
     by_setting: list[report.Column] = [
         (
             f"{setting.way}, {setting.ranks} ranks",
             lambda step, rows=rows: f"{rows[step]['loss']:.4f}" if step in rows else None,
         )
-        for setting, rows in found.items()
+        for setting, rows in results.items()
     ]
     tables.append(report.table(some, [("step", str), *by_setting], title="held-out loss", title_justify="left"))
     report.show(lines, tables)
@@ -465,8 +465,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bench.gpu_training: PyTorch finds no CUDA device; --tiny --device cpu trains on the CPU", file=sys.stderr
         )
         return 1
-    given = {name: getattr(options, name) for name in ("ranks", "batch", "steps", "seed", "rate", "clip")}
-    changes = {**(TINY if options.tiny else {}), **{name: n for name, n in given.items() if n is not None}}
+    arguments = {name: getattr(options, name) for name in ("ranks", "batch", "steps", "seed", "rate", "clip")}
+    changes = {**(TINY if options.tiny else {}), **{name: n for name, n in arguments.items() if n is not None}}
     common = Setting(**changes)
     text = text_of(common, options.folder, packages=not options.tiny)
     about = report.about("-m bench.gpu_training", list(argv or sys.argv[1:])) | {

@@ -76,15 +76,15 @@ def theirs(P: int, n: int) -> list[Row]:
     """Return the bytes of SparseLoCo's format and of a dense ring."""
     mine = entries(n) * THEIR_BITS / 8
     ring = 2 * (P - 1) / P * 4 * n
-    found = [
+    rows = [
         {"way": "dense, float32, a ring", "sent": ring, "received": ring},
         {"way": "SparseLoCo's format, in pairs", "sent": (P - 1) * mine, "received": (P - 1) * mine},
         {"way": "SparseLoCo's format, by a store", "sent": mine, "received": (P - 1) * mine},
     ]
-    for row in found:
+    for row in rows:
         longer = max(row["sent"], row["received"])
         row |= {"ranks": P} | {name: 8 * longer / rate for name, rate in RATES.items()}
-    return found
+    return rows
 
 
 def ours(P: int, n: int, algorithm: str, wire: str) -> Row:

@@ -37,7 +37,7 @@ from typing import Any
 import sparsecomm as sc
 from bench import simulate
 from bench.labels import Label, label_points
-from bench.simulate import Found, Problem
+from bench.simulate import Outcome, Problem
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
@@ -49,7 +49,7 @@ from sparsecomm.tuning import choice
 SCHEMA = 3  # of the JSON file: it rises when a field changes its meaning or is removed
 
 _MAX_RANKS = 1 << 20
-_NOT_SIMULATED = dict.fromkeys(field.name for field in fields(Found))
+_NOT_SIMULATED = dict.fromkeys(field.name for field in fields(Outcome))
 
 Row = dict[str, Any]  # of the table, with the names that it has in the JSON file
 
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if importlib.util.find_spec("greenlet") is None:
         sys.exit(f"simulated ranks need greenlet: {pip_install('simulated')}")
     print(table_head(_header(problem), _COLUMNS), flush=True)
-    found = []
+    results = []
     for row in rows(problem, arguments):
-        found.append(row)
+        results.append(row)
         print(table_line(row, _COLUMNS), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json_text({"schema": SCHEMA, "header": _header(problem), "rows": found}))
+        arguments.json.write_text(json_text({"schema": SCHEMA, "header": _header(problem), "rows": results}))
     if arguments.plot is not None:
-        save(draw(_header(problem), found), arguments.plot)
+        save(draw(_header(problem), results), arguments.plot)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

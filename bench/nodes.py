@@ -160,7 +160,7 @@ def steps(args: argparse.Namespace, transport: Transport) -> Iterator[report.Row
             timer.run(number)
     for training, timing in zip(trainings, [timer.timing() for timer in timers], strict=True):
         times = {"step_ms": timing.slowest, "optimizer_ms": timing.parts["optimizer"].max(axis=0)}
-        yield training.row | {name: report.quartiles(its, 1e3) for name, its in times.items()}
+        yield training.row | {name: report.quartiles(seconds, 1e3) for name, seconds in times.items()}
 
 
 # -- simulated ranks --------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def simulated_bytes(args: argparse.Namespace) -> Iterator[report.Row]:
     def program(transport: simulated.SimulatedTransport, options: Options) -> list[np.ndarray]:
         optimizer, gradients = new_optimizer(args, transport, options)
         reducer = sc.Reducer(gradients, dense_steps=0, comm=transport, **options)
-        isend, node, sent, found = transport.isend, transport.node_of_rank, np.zeros(2), []
+        isend, node, sent, totals = transport.isend, transport.node_of_rank, np.zeros(2), []
 
         def counted(data: Any, to: int, *memory: Any) -> Any:
             sent[int(node[to] == node[transport.rank])] += len(data)
@@ -204,8 +204,8 @@ def simulated_bytes(args: argparse.Namespace) -> Iterator[report.Row]:
             for number in range(args.warmup + args.steps):
                 sent *= number != args.warmup
                 step()
-            found.append(sent / args.steps)
-        return found
+            totals.append(sent / args.steps)
+        return totals
 
     for run, row in kinds_of(args):
         kilobytes = np.sum(run(program), axis=0) / row["hosts"] / 1e3
@@ -221,9 +221,9 @@ def memory(args: argparse.Namespace) -> Iterator[report.Row]:
         buckets, moments = optimizer.reducer.buckets, optimizer._adamw.moments.values()
         arrays: dict[str, list[Any]] = {"weights": [*optimizer.weights.values()], "gradients": [*gradients.values()]}
         arrays |= {"residual": [b.residual for b in buckets], "units": [b.exponents for b in buckets]}
-        arrays["moments"] = [array for its in moments for array in its if array is not None]
-        found = {name: sum(array.nbytes for array in its) / args.elements for name, its in arrays.items()}
-        return (optimizer, gradients), found | {"sum": sum(found.values())}
+        arrays["moments"] = [array for items in moments for array in items if array is not None]
+        totals = {name: sum(array.nbytes for array in items) / args.elements for name, items in arrays.items()}
+        return (optimizer, gradients), totals | {"sum": sum(totals.values())}
 
     for run, row in kinds_of(args):
         tracemalloc.start()
@@ -237,11 +237,11 @@ def work(args: argparse.Namespace) -> Iterator[report.Row]:
     def seconds(run: Callable[..., list[Any]]) -> np.ndarray:
         clock, dense = Clock(time.thread_time), [0.0]  # of all ranks, which take turns on this thread
 
-        def timed(method: Callable[..., Any], *given: Any) -> Any:
+        def timed(method: Callable[..., Any], *arguments: Any) -> Any:
             begin = time.thread_time()
-            found = method(*given)
+            result = method(*arguments)
             dense[0] += time.thread_time() - begin
-            return found
+            return result
 
         def program(transport: simulated.SimulatedTransport, options: Options) -> np.ndarray:
             clock.watch(transport)
@@ -255,30 +255,30 @@ def work(args: argparse.Namespace) -> Iterator[report.Row]:
         with ExitStack() as stack:
             for owner, name in (CpuBackend, "flat"), (CpuBackend, "add"), (Messages, "dense"):
                 method = partial(timed, getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, lambda *given, method=method: method(*given)))
+                stack.enter_context(mock.patch.object(owner, name, lambda *args, method=method: method(*args)))
             return np.median(run(program), axis=0)
 
     kinds = list(kinds_of(args))
     times = [[seconds(run) for run, _ in kinds] for _ in range(3)]  # in turns, for equal conditions
-    for (_, row), its in zip(kinds, zip(*times, strict=True), strict=True):
-        work_, dense = 1e3 / (row["hosts"] * row["per_host"]) * np.concatenate(its).T
+    for (_, row), turns in zip(kinds, zip(*times, strict=True), strict=True):
+        work_, dense = 1e3 / (row["hosts"] * row["per_host"]) * np.concatenate(turns).T
         yield row | {"work_ms": report.quartiles(work_, 1), "dense_ms": report.quartiles(dense, 1)}
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def publish(stem: Path | None, run: dict[str, Any], found: Iterable[report.Row]) -> None:
+def publish(stem: Path | None, run: dict[str, Any], results: Iterable[report.Row]) -> None:
     """Publish results, together with those that the file already has."""
     kind, rows = itemgetter(*KIND), []
-    ours = {kind(row): row for row in (dict.fromkeys(KIND) | row | {"run": run} for row in found)}
+    ours = {kind(row): row for row in (dict.fromkeys(KIND) | row | {"run": run} for row in results)}
     if stem and (file := stem.with_name(f"{stem.name}.json")).exists():
         saved = json.loads(file.read_text())
         rows = [row | {"run": saved["runs"][row["run"]]} for row in saved["rows"] if kind(row) not in ours]
     rows += ours.values()
     runs = [row["run"] for i, row in enumerate(rows) if row["run"] not in [other["run"] for other in rows[:i]]]
     lines = dict.fromkeys([report.head(run)[0] for run in runs] + [line for run in runs for line in report.head(run)])
-    tables = [_table(title, its) for what, title in TITLES.items() if (its := [r for r in rows if r["what"] == what])]
+    tables = [_table(title, part) for what, title in TITLES.items() if (part := [r for r in rows if r["what"] == what])]
     report.publish(stem, list(lines), tables, {"runs": runs, "rows": [r | {"run": runs.index(r["run"])} for r in rows]})
 
 

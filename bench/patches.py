@@ -162,12 +162,12 @@ class Training:
     def versions(self, rate: float, count: int) -> list[dict[str, torch.Tensor]]:
         """Continue training with a learning rate; return ``count`` versions in bfloat16: now, and after each step."""
         self.optimizer.param_groups[0]["lr"] = rate
-        found = []
+        versions = []
         for step in range(count):
             if step:
                 self.step()
-            found.append({name: p.detach().bfloat16() for name, p in self.model.named_parameters()})
-        return found
+            versions.append({name: p.detach().bfloat16() for name, p in self.model.named_parameters()})
+        return versions
 
 
 def trained(args: argparse.Namespace) -> list[Row]:
@@ -176,8 +176,8 @@ def trained(args: argparse.Namespace) -> list[Row]:
     for rate in TRAINED:
         versions = training.versions(rate, VERSIONS + 1)
         for steps in (1, STEPS):
-            found = [of_models(*pair) for pair in zip(versions[::steps], versions[steps::steps], strict=False)]
-            rows.append({"rate": rate, "steps": steps} | {key: median(row[key] for row in found) for key in found[0]})
+            counts = [of_models(*pair) for pair in zip(versions[::steps], versions[steps::steps], strict=False)]
+            rows.append({"rate": rate, "steps": steps} | {key: median(row[key] for row in counts) for key in counts[0]})
     return rows
 
 
@@ -425,10 +425,10 @@ def publish(args: argparse.Namespace, rows: list[Row]) -> None:
         stored = json.loads(path.read_text())
     stored[args.what] = {"run": report.about("-m bench.patches", sys.argv[1:]), "rows": rows}
     lines, tables = list[str](), list[Table]()
-    for what, found in stored.items():
+    for what, results in stored.items():
         _, title, columns = KINDS[what]
-        lines += report.head(found["run"])
-        tables.append(report.table(found["rows"], columns, title=title, title_justify="left"))
+        lines += report.head(results["run"])
+        tables.append(report.table(results["rows"], columns, title=title, title_justify="left"))
     report.publish(args.write, lines, tables, stored)
 
 

@@ -62,8 +62,8 @@ class Network:
 
     def gradient(self, x: Vector, labels: NDArray[np.int64]) -> tuple[Vector, float]:
         """Return the gradient of the mean cross-entropy, and the latter."""
-        found = np.empty_like(self.weights)
-        layers, into = self._layers(self.weights), self._layers(found)
+        gradient = np.empty_like(self.weights)
+        layers, into = self._layers(self.weights), self._layers(gradient)
         values = [x]
         for matrix, bias in zip(layers[::2], layers[1::2], strict=True):
             values.append(values[-1] @ matrix + bias)
@@ -78,7 +78,7 @@ class Network:
             into[2 * i][:] = values[i].T @ delta
             into[2 * i + 1][:] = delta.sum(0)
             delta = (delta @ layers[2 * i].T) * (values[i] > 0)
-        return found, -float(logs[np.arange(len(labels)), labels].mean())
+        return gradient, -float(logs[np.arange(len(labels)), labels].mean())
 
     def _layers(self, flat: Vector) -> list[Vector]:
         return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.bounds), self.shapes, strict=True)]
@@ -137,18 +137,18 @@ def on_the_same(P: int, density: float, data: tuple[Vector, NDArray[np.int64]]) 
         for name, way in WAYS.items():
             rows[name].append(training.ask(way, follow=False))
         training.ask({"algorithm": "allgather"}, follow=True)
-    return [{"way": name} | means(its) for name, its in rows.items()]
+    return [{"way": name} | means(steps) for name, steps in rows.items()]
 
 
 def on_its_own(P: int, density: float, data: tuple[Vector, NDArray[np.int64]]) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for name, way in (WAYS | {"allgather (more than k)": {"algorithm": "allgather"}}).items():
         training, rows = Training(P, density, data), []
         for _ in range(WARM + STEPS):
             training.draw()
             rows.append(training.ask(way, follow=True))
-        found.append({"way": name} | means(rows) | {"loss": training.loss()})
-    return found
+        results.append({"way": name} | means(rows) | {"loss": training.loss()})
+    return results
 
 
 EXPERIMENTS = {"on the same gradients": on_the_same, "in a training of its own": on_its_own}
@@ -167,18 +167,18 @@ def main() -> None:
     arguments = ["--ranks", options.ranks, "--density", options.density]
     run = report.about("-m bench.recovery", arguments, threads=1)
     cases = [(title, density, P) for title in EXPERIMENTS for density in densities for P in sizes]
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for title, density, P in track(cases, description="training"):
         shared = {"experiment": title, "density": density, "ranks": P}
-        found += [shared | row for row in EXPERIMENTS[title](P, density, data)]
+        results += [shared | row for row in EXPERIMENTS[title](P, density, data)]
 
-    tables = [table(found, title, density) for title in EXPERIMENTS for density in densities]
+    tables = [table(results, title, density) for title in EXPERIMENTS for density in densities]
     stem = options.write and options.write / "recovery"
-    report.publish(stem, report.head(run), tables, run | {"rows": found})
+    report.publish(stem, report.head(run), tables, run | {"rows": results})
 
 
-def table(found: list[dict[str, Any]], title: str, density: float) -> Table:
-    rows = [row for row in found if (row["experiment"], row["density"]) == (title, density)]
+def table(results: list[dict[str, Any]], title: str, density: float) -> Table:
+    rows = [row for row in results if (row["experiment"], row["density"]) == (title, density)]
     columns = [name for name in ("found", "applied", "exact", "loss", "KB") if name in rows[0]]
     headings = ["algorithm", *(Column(name, justify="right") for name in ("ranks", *columns))]
     result = Table(*headings, title=f"{title}, density {number_text(density)}", title_justify="left")

@@ -54,13 +54,13 @@ class Problem:
     def network(self, P: int) -> dict[str, Any]:
         """Return the network as arguments of `simulated.run`."""
         link, node = self.costs.link, self.costs.node or self.costs.link
-        between, inside = ({"alpha": each.alpha, "beta": each.beta, "gap": each.gap} for each in (link, node))
+        between, inside = ({"alpha": costs.alpha, "beta": costs.beta, "gap": costs.gap} for costs in (link, node))
         inside = {f"node_{name}": value for name, value in inside.items()}
         return {"node_of_rank": self.node_of_rank(P), **between, **inside}
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """The result of a simulated call, under the names that it has in the JSON file.
 
     Times are of the rank that is done last, amounts of the one that has most.
@@ -74,12 +74,12 @@ class Found:
     scale: float  # the factor by which the simulated problem was smaller
 
 
-def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Found:
+def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Outcome:
     """Run an algorithm twice, without work and with it; return what it took."""
     idle = Costs(problem.costs.link, problem.costs.node)
     n, k = _smaller(algorithm.name, P, problem.n, problem.k)
     without, with_work = (_call(problem, P, algorithm, wire, n, k, costs) for costs in (idle, problem.costs))
-    return Found(
+    return Outcome(
         exchange_seconds=without.seconds,
         step_seconds=with_work.seconds,
         sent_bytes_per_rank=without.bytes_sent,
@@ -90,7 +90,7 @@ def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Foun
 
 
 def step_seconds(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> float:
-    """Return the seconds of a call with its work, see `Found`."""
+    """Return the seconds of a call with its work, see `Outcome`."""
     n, k = _smaller(algorithm.name, P, problem.n, problem.k)
     return _call(problem, P, algorithm, wire, n, k, problem.costs).seconds
 
@@ -161,9 +161,9 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
 
     results = simulated.run(P, program, weigh=lambda data: weights.get(id(data), len(data)), **problem.network(P))
     before, after = zip(*(result.value for result in results if result.value is not None), strict=True)
-    seconds = max(each.seconds for each in after) - max(each.seconds for each in before)
+    seconds = max(amounts.seconds for amounts in after) - max(amounts.seconds for amounts in before)
     taken = [[b - a for a, b in zip(*pair, strict=True)][1:] for pair in zip(before, after, strict=True)]
-    return _Taken(seconds, *(round(max(each)) for each in zip(*taken, strict=True)))
+    return _Taken(seconds, *(round(max(amounts)) for amounts in zip(*taken, strict=True)))
 
 
 class _Weighed(Messages):
@@ -215,12 +215,12 @@ class _Gradient:
 
     def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[SparseVector]:
         self._transport.compute(self._costs.select * self._problem.n)
-        n, rng, found = self.size, np.random.default_rng([len(ranges), *self._seed]), []
+        n, rng, parts = self.size, np.random.default_rng([len(ranges), *self._seed]), []
         for begin, end, k in ranges:
             indices = begin + np.sort(_indices(rng, end - begin, k)).astype(index_dtype(n))
             values = _values(rng, k, self._problem.k / self._problem.n)
-            found.append(SparseVector.trusted(indices, values, n, self.shape))
-        return found
+            parts.append(SparseVector.trusted(indices, values, n, self.shape))
+        return parts
 
     def topk_of_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
         sums = self.backend.sum_in_pairs([*received, *self.topk_of_ranges([(begin, end, k)])])
@@ -276,8 +276,8 @@ class _ChargedBackend:
         cost, items = _CHARGES[name]
 
         def charged(*args: Any, **kwargs: Any) -> Any:
-            each = getattr(self.costs, cost) * self._scale
-            self.transport.compute(self.costs.call + each * items(*args, **kwargs))
+            unit = getattr(self.costs, cost) * self._scale
+            self.transport.compute(self.costs.call + unit * items(*args, **kwargs))
             return function(*args, **kwargs)
 
         return charged

@@ -134,5 +134,5 @@ class Timer:
         """Return the times of all ranks."""
         every = self._comm.allgather((self._seconds, self._parts, self._traffic / self._counted))
         seconds, parts, traffic = zip(*every, strict=True)
-        by_part = {name: np.array([each[name] for each in parts]) for name in parts[0]}
+        by_part = {name: np.array([of_rank[name] for of_rank in parts]) for name in parts[0]}
         return Timing(np.array(seconds), by_part, np.array(traffic))

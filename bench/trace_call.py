@@ -48,7 +48,7 @@ def watch_compiled(module: ModuleType) -> None:
 
         return call
 
-    for holder in [module, *(each for each in vars(module).values() if inspect.isclass(each))]:
+    for holder in [module, *(member for member in vars(module).values() if inspect.isclass(member))]:
         if getattr(holder, "__module__", holder.__name__) != module.__name__:
             continue
         attributes = vars(holder) if holder is module else gc.get_referents(holder.__dict__)[0]

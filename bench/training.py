@@ -84,9 +84,9 @@ def ddp(args: argparse.Namespace) -> None:
         "sparse hook, over MPI": lambda model: sct.register(model, args.density, algorithm="fastest", comm=world),
     }.items():
         model = DistributedDataParallel(new_model(args), gradient_as_bucket_view=True)
-        found = register(model)
-        if isinstance(found, sct.SparseState):
-            states[label] = found
+        state = register(model)
+        if isinstance(state, sct.SparseState):
+            states[label] = state
         contenders[label] = _stepper(model, args)
     _publish_steps(args, "ddp", contenders, {label: state.reducer for label, state in states.items()})
 
@@ -133,8 +133,8 @@ def _simulated_work(args: argparse.Namespace) -> None:
             optimizer.step(gradients)
         return np.diff(starts[args.warmup :]).tolist()
 
-    each = [result.value for result in simulated.run(args.simulated, program)]
-    ours = np.median(np.array(each), axis=0) / args.simulated
+    seconds = [result.value for result in simulated.run(args.simulated, program)]
+    ours = np.median(np.array(seconds), axis=0) / args.simulated
     low, median, high = report.quartiles(ours / np.median(dense))
     print(f"fused AdamW {1e3 * np.median(dense):.1f} ms; one of {args.simulated} ranks {1e3 * np.median(ours):.1f} ms")
     print(f"ratio {median:.2f} ({low:.2f} - {high:.2f})")
@@ -155,7 +155,7 @@ def memory(args: argparse.Namespace) -> None:
 
     def resident(line: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(each.split()[1]) << 10 for each in lines if each.startswith(line))
+        return next(int(text.split()[1]) << 10 for text in lines if text.startswith(line))
 
     trained: list[Any] = []
     train(args.parts * 4096)  # the first use imports more modules

@@ -284,12 +284,12 @@ class Distance(Check):
         """Count elements of ``out`` beyond the tolerated error, and ranks with other results."""
         if self._error is None:
             return super().different(indices, values, out)
-        found, expected = out, self.expected
+        result, expected = out, self.expected
         if expected is None:
-            found, expected = out[self.at], self.summed(self.accumulated)
+            result, expected = out[self.at], self.summed(self.accumulated)
         addends = self.comm.allreduce(float(np.abs(self.accumulated).max()))
         bound = (4 * self.comm.Get_size() * np.finfo(out.dtype).eps + self._error) * addends
-        wrong = np.count_nonzero(~(np.abs(found - expected) <= bound))
+        wrong = np.count_nonzero(~(np.abs(result - expected) <= bound))
         return int(wrong) + len(set(self.comm.allgather(zlib.crc32(out.data)))) - 1
 
 

@@ -20,7 +20,7 @@ from sparsecomm.quantities import number_text
 Row = dict[str, Any]
 Times = dict[tuple[str, str], Timing]  # by contender and kind
 KINDS = {"step": "whole step", "exchange": "exchange alone"}
-SPARSE = [name for name, its in CONTENDERS.items() if its.kind == "ours" and name != "dense"]
+SPARSE = [name for name, contender in CONTENDERS.items() if contender.kind == "ours" and name != "dense"]
 DENSE = ["dense", "dense-ring", "dense-mpi"]
 
 
@@ -61,7 +61,9 @@ def timing_rows(runners: dict[str, Runner], times: Times, own_hosts: bool) -> li
         exchange = times[name, "exchange"]
         sent, wire = exchange.traffic.T
         row |= {"sent": sent.max(), "sent_mean": sent.mean(), "wire": wire.max() if own_hosts else math.nan}
-        row["parts_ms"] = {part: float(np.nanmedian(its.max(axis=0))) * 1e3 for part, its in exchange.parts.items()}
+        row["parts_ms"] = {
+            part: 1e3 * float(np.nanmedian(part_times.max(axis=0))) for part, part_times in exchange.parts.items()
+        }
         rows.append(row)
     return rows
 

@@ -129,8 +129,8 @@ def rounded(values: Vector, bits: int) -> Vector:
     blocks = np.concatenate([values, np.zeros(-len(values) % 64, np.float32)]).reshape(-1, 64)
     scale = np.exp2(np.ceil(np.log2(np.abs(blocks).max(1, keepdims=True) + 1e-38))) / 2 ** (bits - 1)
     limit = 2 ** (bits - 1) - 1
-    found: Vector = (np.clip(np.rint(blocks / scale), -limit, limit) * scale).astype(np.float32).ravel()[: len(values)]
-    return found
+    result: Vector = (np.clip(np.rint(blocks / scale), -limit, limit) * scale).astype(np.float32).ravel()[: len(values)]
+    return result
 
 
 # -- the state of the ranks -------------------------------------------------------------------------------------------
@@ -240,15 +240,15 @@ class Ranks:
     def _select(self, accumulated: Vector, k: int, where: slice) -> Entries:
         v = self.variant
         if v.threshold:
-            found = np.flatnonzero(np.abs(accumulated) >= v.threshold).astype(np.int32)
-            return found, accumulated[found]
+            indices = np.flatnonzero(np.abs(accumulated) >= v.threshold).astype(np.int32)
+            return indices, accumulated[indices]
         if v.regular and self.last is not None:
             last = self.last[where]
             with np.errstate(divide="ignore", invalid="ignore"):
                 distortion = np.where(last != 0, last * v.ranks / accumulated - 1, 0)
                 score = np.where(last != 0, accumulated * np.tanh(np.abs(1 + distortion) / v.regular), accumulated)
-            found = sc.topk(np.nan_to_num(score).astype(np.float32), k).indices
-            return found, accumulated[found]
+            indices = sc.topk(np.nan_to_num(score).astype(np.float32), k).indices
+            return indices, accumulated[indices]
         entries = sc.topk(accumulated, k)
         return entries.indices, entries.values
 

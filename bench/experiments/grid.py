@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from bench import report
 
-T = TypeVar("T")
+T, R = TypeVar("T"), TypeVar("R")
 Outcome = dict[str, Any]
 WIDTH = 180
 
@@ -33,6 +33,16 @@ def mean(key: str, text: Callable[[float], str]) -> Callable[[list[Outcome]], st
 def spread(key: str) -> Callable[[list[Outcome]], str]:
     """Return a cell: `mean_and_range` of an entry of the outcomes of all seeds."""
     return lambda seeds: mean_and_range([outcome[key] for outcome in seeds])
+
+
+def in_processes(train: Callable[[T], R], settings: Sequence[T], jobs: int) -> Iterator[tuple[T, R]]:
+    """Train in other processes, ``jobs`` at a time; yield settings with their outcomes as they end."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        futures = {pool.submit(train, setting): setting for setting in settings}
+        try:
+            yield from ((futures[future], future.result()) for future in as_completed(futures))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -117,12 +127,9 @@ class Grid(Generic[T]):
             missing = [setting for setting in self.combinations(options.settings) if setting not in done]
         except ValueError as error:
             sys.exit(str(error))
-        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-            futures = {pool.submit(train, setting): setting for setting in missing}
-            for future in as_completed(futures):
-                setting, outcome = futures[future], future.result()
-                with options.out.open("a") as lines:
-                    settings = asdict(setting)  # type: ignore[call-overload]
-                    lines.write(json.dumps({self.key: settings, "outcome": outcome}) + "\n")
-                numbers = {name: round(value, 4) for name, value in outcome.items() if isinstance(value, float)}
-                print(numbers, self.not_default(setting), flush=True)
+        for setting, outcome in in_processes(train, missing, options.jobs):
+            with options.out.open("a") as lines:
+                settings = asdict(setting)  # type: ignore[call-overload]
+                lines.write(json.dumps({self.key: settings, "outcome": outcome}) + "\n")
+            numbers = {name: round(value, 4) for name, value in outcome.items() if isinstance(value, float)}
+            print(numbers, self.not_default(setting), flush=True)

@@ -66,8 +66,8 @@ def select(x: Vector, k: int, parts: Sequence[slice]) -> Flags:
     chosen = np.zeros(len(x), bool)
     for part in parts:
         magnitudes = np.abs(x[part])
-        found = np.argsort(-magnitudes, kind="stable")[:k] if k < len(magnitudes) else np.arange(len(magnitudes))
-        chosen[part.start + found[magnitudes[found] > 0]] = True
+        largest = np.argsort(-magnitudes, kind="stable")[:k] if k < len(magnitudes) else np.arange(len(magnitudes))
+        chosen[part.start + largest[magnitudes[largest] > 0]] = True
     return chosen
 
 
@@ -83,19 +83,19 @@ def quantised(values: Vector, bits: int) -> Vector:
     blocks = np.concatenate([magnitudes, np.full(pad, np.nan, np.float32)]).reshape(-1, BLOCK)
     mean = np.nanmean(blocks, 1, keepdims=True)
     if bits == 1:
-        found = np.broadcast_to(mean, blocks.shape)
+        levels = np.broadcast_to(mean, blocks.shape)
     elif bits == 2:
         high = blocks > mean
         count = high.sum(1, keepdims=True)
         above = np.where(high, blocks, 0).sum(1, keepdims=True) / np.maximum(count, 1)
         low = ~high & ~np.isnan(blocks)
         below = np.where(low, blocks, 0).sum(1, keepdims=True) / np.maximum(low.sum(1, keepdims=True), 1)
-        found = np.where(high, above, below)
+        levels = np.where(high, above, below)
     else:
         smallest, largest = np.nanmin(blocks, 1, keepdims=True), np.nanmax(blocks, 1, keepdims=True)
         step = np.maximum((largest - smallest) / (2 ** (bits - 1) - 1), np.float32(1e-38))
-        found = smallest + np.rint((blocks - smallest) / step) * step
-    return np.copysign(found.reshape(-1)[: len(values)], values).astype(np.float32)
+        levels = smallest + np.rint((blocks - smallest) / step) * step
+    return np.copysign(levels.reshape(-1)[: len(values)], values).astype(np.float32)
 
 
 def looked_up(values: Vector) -> Vector:

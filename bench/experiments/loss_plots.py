@@ -62,11 +62,11 @@ def of_rules(path: Path) -> dict[str, Points]:
     }
     seeds = GRID.by_seed(rules)
     best: dict[Rule, dict[int, dict[str, Any]]] = {}
-    order = {rule: (-len(found), sum(o["loss"] for o in found.values())) for rule, found in seeds.items()}
+    order = {rule: (-len(by_seed), sum(o["loss"] for o in by_seed.values())) for rule, by_seed in seeds.items()}
     for rule in sorted(seeds, key=lambda rule: order[rule]):
         best.setdefault(replace(rule, rate=0.0), seeds[rule])
-    dense = {(rule.model, rule.beta2): found for rule, found in best.items() if rule.way == "dense"}
-    found: dict[str, Points] = defaultdict(lambda: defaultdict(list))
+    dense = {(rule.model, rule.beta2): by_seed for rule, by_seed in best.items() if rule.way == "dense"}
+    points: dict[str, Points] = defaultdict(lambda: defaultdict(list))
     for rule, outcomes in best.items():
         panel = "text" if rule.model == "text" else "adamw"
         series = f"{rule.way}, {rule.model}, {rule.beta2:g}" if rule.way == "sparse_adamw" else rule.way
@@ -76,8 +76,8 @@ def of_rules(path: Path) -> dict[str, Points]:
         theirs = dense.get((rule.model, rule.beta2))  # the LSTM's are in the other file
         nats = fmean(o["loss"] - (theirs[seed]["loss"] if theirs else 0) for seed, o in outcomes.items())
         if rule.way != "dense" or rule.model == "transformer":
-            found[panel][series].append((nbytes, nats))
-    return found
+            points[panel][series].append((nbytes, nats))
+    return points
 
 
 def of_results(path: Path) -> Points:
@@ -94,10 +94,10 @@ def of_results(path: Path) -> Points:
         key = series, setting.density, setting.wire
         if key not in best or outcome.score < best[key][1]:
             best[key] = nbytes, outcome.score
-    found: Points = defaultdict(list)
+    points: Points = defaultdict(list)
     for (series, _, _), point in best.items():
-        found[series].append(point)
-    return found
+        points[series].append(point)
+    return points
 
 
 def main() -> None:
@@ -108,8 +108,8 @@ def main() -> None:
     for points in (lstm, panels["text"]):
         for series in points:
             points[series] = [(nbytes, nats - dense) for nbytes, nats in points[series]]
-    for series, found in lstm.items():
-        panels["text"][series] += found
+    for series, more in lstm.items():
+        panels["text"][series] += more
     plt = pyplot()
     figure, grid = plt.subplots(1, len(PANELS), figsize=(13, 5.6), sharex=True, layout="constrained")
     found_labels = []

@@ -68,8 +68,8 @@ def main() -> None:
         above = [a - b for a, b in zip(runs[name], runs[dense], strict=True)]
         cells = []
         for steps in options.steps:
-            found = [float(losses[max(0, steps - MEAN_OF) : steps].mean()) for losses in above]
-            cells.append(f"{fmean(found):+.3f} ({min(found):+.3f} to {max(found):+.3f})")
+            means = [float(losses[max(0, steps - MEAN_OF) : steps].mean()) for losses in above]
+            cells.append(f"{fmean(means):+.3f} ({min(means):+.3f} to {max(means):+.3f})")
         print(f"{name:<48}", *(f"{cell:>26}" for cell in cells))
     dist.destroy_process_group()
 

@@ -218,12 +218,12 @@ WORDS = 4096  # in the vocabulary; rarer words are spelled
 @cache
 def source_words() -> tuple[Samples, Samples]:
     """Return the same sources as words, digits, signs, and line ends with their indentation."""
-    texts = [re.findall(r"[A-Za-z_]+|\n *| +|.", each) for each in sources()]
+    texts = [re.findall(r"[A-Za-z_]+|\n *| +|.", part) for part in sources()]
     characters = sorted(set("".join(sources())))
     counts = Counter(word for word in texts[0] if len(word) > 1)
     words = sorted(counts, key=lambda word: (-counts[word], word))[: WORDS - len(characters)]
     numbers = {word: number for number, word in enumerate(characters + words)}
-    spelled = ([word] if word in numbers else word for each in texts for word in each)
+    spelled = ([word] if word in numbers else word for part in texts for word in part)
     encoded = torch.tensor([numbers[part] for parts in spelled for part in parts])
     held_out = sum(1 if word in numbers else len(word) for word in texts[1])
     samples = _rows(encoded)

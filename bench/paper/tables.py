@@ -52,16 +52,16 @@ def notes(rows: list[Row]) -> list[str]:
 
 def _by_method(rows: list[Row]) -> list[tuple[Model, int, dict[str, Row]]]:
     """Return model, ranks and the results by method, in the order of the paper."""
-    found = []
+    groups = []
     for name, model in MODELS.items():
         for P in sorted({row["P"] for row in rows}):
-            its = {row["method"]: row for row in rows if (row["model"], row["P"]) == (name, P)}
+            by_method = {row["method"]: row for row in rows if (row["model"], row["P"]) == (name, P)}
             if not model.own_dense:
                 same = [row for row in rows if (row["n"], row["P"], row["method"]) == (model.n, P, "dense")]
-                its |= {"dense": same[0]} if same else {}
-            if its:
-                found.append((model, P, its))
-    return found
+                by_method |= {"dense": same[0]} if same else {}
+            if by_method:
+                groups.append((model, P, by_method))
+    return groups
 
 
 def _published(model: Model, method: str, P: int) -> float | None:
@@ -88,26 +88,26 @@ def pages(rows: list[Row], last: bool = False) -> dict[str, list[list[str]]]:
     times = ("compute", "select", "exchange in a step", "exchange alone", "formula")
     others = ("exchange alone / formula", "bytes sent by the busiest rank")
     costs = [["model", "algorithm", *(f"{name}, ms" for name in times), *others]]
-    for model, P, its in _by_method(rows):
-        if "ours" not in its:
+    for model, P, by_method in _by_method(rows):
+        if "ours" not in by_method:
             continue
-        ours = its["ours"]
+        ours = by_method["ours"]
         seconds = step_seconds(ours)
         line = [model.name, str(P)]
         for method in ("dense", "topk", "gtopk"):
-            mine, theirs = its.get(method), _published(model, method, P)
+            mine, theirs = by_method.get(method), _published(model, method, P)
             throughput = model.batch / step_seconds(mine) if mine else None
-            line.append("{} ({})".format(*(number_text(each) if each else "-" for each in (throughput, theirs))))
+            line.append("{} ({})".format(*(number_text(rate) if rate else "-" for rate in (throughput, theirs))))
         throughputs.append([*line, number_text(model.batch / seconds), f"{model.compute / seconds:.1%}"])
         if last and max(row["P"] for row in rows) != P:
             continue
         line = [model.name if last else f"{model.name}, P = {P}"]
         for method in ("dense", "topk"):
-            theirs = step_seconds(its[method]) if method in its else math.nan
+            theirs = step_seconds(by_method[method]) if method in by_method else math.nan
             gtopk, other = _published(model, "gtopk", P), _published(model, method, P)
             published = f"{gtopk / other:.1f}" if gtopk and other else "-"
             line += [f"{theirs / seconds:.2f}", f"{theirs / model.compute:.2f}", published]
-        speeds.append([*line, f"{step_seconds(its['gtopk']) / seconds:.2f}" if "gtopk" in its else "-"])
+        speeds.append([*line, f"{step_seconds(by_method['gtopk']) / seconds:.2f}" if "gtopk" in by_method else "-"])
         ms, alone, exchange = 1e3 / ours["slowdown"], float(np.median(ours["exchange"])), ours["parts"]["exchange"]
         line = [line[0], f"{ours['algorithm']}, {ours['wire']}", f"{1e3 * model.compute:,.1f}"]
         line += [f"{1e3 * max(work_seconds(ours)):.2f}", f"{ms * exchange:.2f}"]

@@ -121,16 +121,16 @@ def calibrated(options: argparse.Namespace) -> Costs:
 
 def work_alone(vectors: Vectors, model: Model, base: Array) -> dict[str, float]:
     """Return the seconds of a step's work on n elements on rank 0, while all others sleep. Collective."""
-    found = sc.topk(vectors.x, model.k)
+    entries = sc.topk(vectors.x, model.k)
     times: dict[str, list[float]] = {"select": [], "densify": []}
     wait_all()
     if COMM.rank == 0:
         for step in range(6):
             x = gradient(base, model.n, step)
             times["select"].append(seconds_of(lambda: sc.topk(x, model.k, residual=vectors.residual)))  # noqa: B023
-            times["densify"].append(seconds_of(lambda: found.to_dense(out=vectors.out)))
+            times["densify"].append(seconds_of(lambda: entries.to_dense(out=vectors.out)))
     wait_all()
-    return dict(COMM.bcast({name: float(np.median(its[1:])) if its else 0.0 for name, its in times.items()}))
+    return dict(COMM.bcast({name: float(np.median(taken[1:])) if taken else 0.0 for name, taken in times.items()}))
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def measured(method: Method, model: Model, base: Array, options: argparse.Namesp
             wait_all()
             begin = time.perf_counter()
             time.sleep(wait)
-            its = method.step()
+            times = method.step()
             seconds = time.perf_counter() - begin - wait
             cpu = _cpu_seconds() - cpu
             sent = method.sent() - sent
@@ -168,13 +168,13 @@ def measured(method: Method, model: Model, base: Array, options: argparse.Namesp
             slowest = max(COMM.allgather(seconds))
             if step >= 0:
                 took.append(slowest)
-                parts.append(its)
+                parts.append(times)
                 busy.append(sum(COMM.allgather(cpu)) / (slowest * (os.cpu_count() or 1)))
         checksums = COMM.allgather(zlib.crc32(vectors.out.data))
         if len(set(checksums)) > 1:
             raise SystemExit(f"rank {COMM.rank}: the sums of ranks differ: {checksums}")
         alone = [_together(method.exchange) for _ in range(steps + 1)][1:] if isinstance(method, Ours) else []
-    every = COMM.gather({name: float(np.median([its[name] for its in parts])) for name in parts[0]})
+    every = COMM.gather({name: float(np.median([times[name] for times in parts])) for name in parts[0]})
     row = {
         "algorithm": method.choice[0],
         "wire": method.choice[1],
@@ -192,7 +192,7 @@ def measured(method: Method, model: Model, base: Array, options: argparse.Namesp
         messages_only = Costs(profile.read(Path(os.environ["SPARSECOMM_PROFILE"])).costs.link)
         row["formula"] = method.predicted_time(method.problem, messages_only)
     if every is not None:
-        row["parts"] = {name: float(np.median([its[name] for its in every])) for name in every[0]}
+        row["parts"] = {name: float(np.median([times[name] for times in every])) for name in every[0]}
     return row
 
 
@@ -279,8 +279,8 @@ class TopK(Method):
 
     def step(self) -> dict[str, float]:
         v, times = self.vectors, [time.perf_counter()]
-        found = sc.topk(v.x, self.k, residual=v.residual)
-        self._selected = found.indices, found.values
+        entries = sc.topk(v.x, self.k, residual=v.residual)
+        self._selected = entries.indices, entries.values
         times.append(time.perf_counter())
         result = self._baseline.exchange(self._selected)
         times.append(time.perf_counter())

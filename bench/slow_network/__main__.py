@@ -147,8 +147,8 @@ class _Asked(BaseException):
 
 def _inside(args: argparse.Namespace) -> int:
     def asked(number: int, _: FrameType | None) -> None:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+        for ignored in _SIGNALS:
+            signal.signal(ignored, signal.SIG_IGN)
         raise _Asked(number)
 
     for number in _SIGNALS:
@@ -177,10 +177,10 @@ def _measure(args: argparse.Namespace, links: network.Links, relay: network.Rela
     others, hosts = _others(), network.names(args.ranks)
     before = relay.counters() if relay else None
     try:
-        found = measure([network.enter(args.folder, host) for host in hosts], hosts, links)
+        measured = measure([network.enter(args.folder, host) for host in hosts], hosts, links)
     except RuntimeError as error:
         raise network.CannotError(f"{error}; --no-measure goes without") from None
-    link: dict[str, Any] = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **found}
+    link: dict[str, Any] = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **measured}
     network.forget(args.folder, hosts)
     if relay and before:
         link["relay"] = network.difference(before, relay.counters())

@@ -239,28 +239,28 @@ def _measure(hosts: Hosts, names: list[str], links: Links) -> dict[str, Any]:
         rates = [8 * (b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(begin, end, strict=True)]
         return rates, sum(again for again, _ in counts) / max(1, sum(sent for _, sent in counts))
 
-    found: dict[str, Any] = {"asked": rate} | {f"asked_{name}": value for name, value in vars(links).items()}
-    found["connect"] = median(hosts.ask([0], "connect", 3, to=following)[0])
-    found["alpha"] = median(hosts.ask([0], "ping_pong", 8, 0.2, (3, 1000), links.only_rate, to=following)[0])
+    results: dict[str, Any] = {"asked": rate} | {f"asked_{name}": value for name, value in vars(links).items()}
+    results["connect"] = median(hosts.ask([0], "connect", 3, to=following)[0])
+    results["alpha"] = median(hosts.ask([0], "ping_pong", 8, 0.2, (3, 1000), links.only_rate, to=following)[0])
     if not links.only_rate:
-        (found["rate"],), found["again"] = streams([0], 1)
-        (found["rate_8"],), found["again_8"] = streams([0], STREAMS)
-        found["beta"] = 8 / max(found["rate"], found["rate_8"])
+        (results["rate"],), results["again"] = streams([0], 1)
+        (results["rate_8"],), results["again_8"] = streams([0], STREAMS)
+        results["beta"] = 8 / max(results["rate"], results["rate_8"])
     else:
         large = int(min(4 << 20, max(1 << 18, rate / 8 * 0.1)))  # 4 MB at 1 Gb/s; at lower rates what takes 0.1 s
-        found["points"] = []
+        results["points"] = []
         for size in [large >> halvings for halvings in (4, 3, 2, 1, 0)]:
             took = hosts.ask([0], "ping_pong", size, SECONDS, (3, 50), False, to=following)[0]
-            found["points"].append((size, median(took)))
-        (less, short), *_, (large, long) = found["points"]
-        found["beta"] = (long - short) / (large - less)
-        found["rate"] = 8 / found["beta"]
+            results["points"].append((size, median(took)))
+        (less, short), *_, (large, long) = results["points"]
+        results["beta"] = (long - short) / (large - less)
+        results["rate"] = 8 / results["beta"]
     rounds = int(min(500, max(3, 1 / rtt))) if rtt else 500
-    found["alpha_all"] = max(hosts.ask(everyone, "shift", rounds, links.only_rate, to=following))
-    rates, found["again_all"] = streams(everyone, 1)
+    results["alpha_all"] = max(hosts.ask(everyone, "shift", rounds, links.only_rate, to=following))
+    rates, results["again_all"] = streams(everyone, 1)
     # The hosts of a site share its link. Those of `rates` are in the order of their senders.
-    found["rate_all"] = min(sum(rates[i : i + here]) for i in range(0, len(rates), here))
-    return found
+    results["rate_all"] = min(sum(rates[i : i + here]) for i in range(0, len(rates), here))
+    return results
 
 
 if __name__ == "__main__":

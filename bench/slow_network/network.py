@@ -62,12 +62,12 @@ def parse_stall(text: str) -> tuple[float, float]:
     """Parse a duration and an average interval, as seconds."""
     length, slash, every = text.partition("/")
     try:
-        found = parse_time(length), parse_time(every, longest=3600.0)
+        stall = parse_time(length), parse_time(every, longest=3600.0)
     except CannotError:
         slash = ""
-    if not slash or (found[0] > 0) != (found[1] > 0):
+    if not slash or (stall[0] > 0) != (stall[1] > 0):
         raise CannotError(f"stall {text!r}: expected how long, and after how long on average, such as 3s/60s")
-    return found
+    return stall
 
 
 def parse_loss(text: str) -> float:
@@ -403,9 +403,9 @@ class Relay:
         answer = self._read()
         if not answer:
             raise CannotError("the relay ended: see its message above")
-        found = dict(json.loads(answer))
-        found["overrun"] = found.pop("refused") + sum(_dropped(*end) for end in self._devices)
-        return found
+        counts = dict(json.loads(answer))
+        counts["overrun"] = counts.pop("refused") + sum(_dropped(*end) for end in self._devices)
+        return counts
 
 
 def _dropped(pid: str, device: str) -> int:

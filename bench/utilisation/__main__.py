@@ -68,7 +68,7 @@ def main() -> int:
     run = store.data["runs"][-1]
     report.publish(options.out, report.head(run), tables.tables(rows), store.data)
     if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
-        save(tables.heat_maps(tables.found(rows)), options.out.with_name(options.out.name + ".png"), 130)
+        save(tables.heat_maps(tables.by_cell(rows)), options.out.with_name(options.out.name + ".png"), 130)
     for network in failed:
         _say(f"{network}: not measured, see above; start the command again to continue")
     return 1 if failed else 0

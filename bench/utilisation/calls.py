@@ -56,15 +56,15 @@ def main() -> int:
     sites = [place for place in sites if not options.rtts or 1e3 * place[0].rtt in options.rtts]
     if options.no_network:
         sites = [(grid.HERE, n) for n in options.elements or (2_500_000,)]
-    found: dict[tuple[Place, str, str], list[float]] = {}
+    times: dict[tuple[Place, str, str], list[float]] = {}
     sent: dict[tuple[Place, str], int] = {}
     for place in sites:
         for _ in range(options.turns):
             for which, folder in reversed(folders.items()):
                 for row in _turn(place, cells, options, folder):
-                    found.setdefault((place, which, row["name"]), []).extend(row["seconds"])
+                    times.setdefault((place, which, row["name"]), []).extend(row["seconds"])
                     sent[place, row["name"]] = row["sent"]
-    rows = list(_rows(found, sent, sites, options.exchanges))
+    rows = list(_rows(times, sent, sites, options.exchanges))
     columns: list[report.Column] = [
         ("link", lambda row: row["link"]),
         ("elements", lambda row: f"{row['n'] / 1e6:g}M"),
@@ -114,7 +114,7 @@ def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace
 
 
 def _rows(
-    found: dict[tuple[Place, str, str], list[float]],
+    times: dict[tuple[Place, str, str], list[float]],
     sent: dict[tuple[Place, str], int],
     sites: list[Place],
     names: list[str],
@@ -123,8 +123,8 @@ def _rows(
         for name in names:
             row: dict[str, Any] = {"link": str(place[0]), "n": place[1], "exchange": name}
             for which in ("that", "this"):
-                if its := found.get((place, which, name)):
-                    row[which] = [1e3 * of(its) for of in (statistics.median, min, max)]
+                if seconds := times.get((place, which, name)):
+                    row[which] = [1e3 * of(seconds) for of in (statistics.median, min, max)]
             row["sent"] = sent[place, name] or None
             yield row
 

@@ -23,13 +23,13 @@ from sparsecomm.tuning import utilisation as model
 from sparsecomm.tuning.profile import DEFAULT
 
 Row = dict[str, Any]
-Found = dict[Cell, Row]
+Cells = dict[Cell, Row]
 LOCAL = ("dense", "blocking", "delayed")
 STEPS = ("per-step 0.01", "per-step 0.001")
 GOOD = 5.0  # points by which a plan may be off
 
 
-def found(rows: Iterable[Row]) -> Found:
+def by_cell(rows: Iterable[Row]) -> Cells:
     """Return the results by cell."""
     return {key(row): row for row in rows}
 
@@ -69,7 +69,7 @@ def _off(row: Row) -> float:
     return 100 * float(row["planned"] - row["utilisation"])
 
 
-def _published_rows(cells: Found) -> list[list[str]]:
+def _published_rows(cells: Cells) -> list[list[str]]:
     """Dense cells without delay and losses beside those published.
 
     The published utilisation counts steps of 26 ms, and at H = 128 one exchange in 180 steps. Its exchanges, in whole
@@ -102,7 +102,7 @@ PUBLISHED_HEAD = [
 
 def tables(rows: list[Row]) -> list[Table]:
     """Return all cells, the dense cells beside those published, and the errors of plans by method and by link."""
-    published = [PUBLISHED_HEAD, *_published_rows(found(rows))]
+    published = [PUBLISHED_HEAD, *_published_rows(by_cell(rows))]
     plans = [_plans(rows, "method", _method), _plans(rows, "link", lambda row: str(key(row).network))]
     return [
         cells_table(rows),
@@ -113,7 +113,7 @@ def tables(rows: list[Row]) -> list[Table]:
 
 def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
     """Return the tables of the page, as lists of cells, the heading first."""
-    cells = found(rows)
+    cells = by_cell(rows)
     result = {
         "utilisation_published": [PUBLISHED_HEAD, *_published_rows(cells)],
         "utilisation_local": _by_network(cells, LOCAL, sorted({cell.H for cell in cells})),
@@ -123,16 +123,16 @@ def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
     return {name: table for name, table in result.items() if len(table) > 1}
 
 
-def _by_network(cells: Found, methods: tuple[str, ...], every: list[int]) -> list[list[str]]:
+def _by_network(cells: Cells, methods: tuple[str, ...], every: list[int]) -> list[list[str]]:
     """Return a row for each delay, loss and H, a column for each rate; in each cell the methods beside each other."""
     rates = sorted({cell.network.rate for cell in cells})
     heads = [f"{rate_text(rate)}: {' / '.join(methods)}" for rate in rates]
     table = [["round trip, ms", "packet loss", *(["H"] if len(every) > 1 else []), *heads]]
     for loss, rtt in sorted({(cell.network.loss, cell.network.rtt) for cell in cells}):
         for H in every:
-            its = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for method in methods] for rate in rates]
-            if any(row for group in its for row in group):
-                texts = [" / ".join(percent(row and row["utilisation"]) for row in group) for group in its]
+            lines = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for method in methods] for rate in rates]
+            if any(row for group in lines for row in group):
+                texts = [" / ".join(percent(row and row["utilisation"]) for row in group) for group in lines]
                 table.append([f"{1e3 * rtt:g}", percent_text(loss), *([str(H)] if len(every) > 1 else []), *texts])
     return table
 
@@ -151,13 +151,13 @@ def _plans(rows: list[Row], name: str, group: Callable[[Row], str]) -> list[list
         groups.setdefault(group(row), []).append(row)
     groups["all held out"] = list(filter(is_held_out, rows))
     groups["not held out"] = [row for row in rows if not is_held_out(row)]
-    for label, its in groups.items():
-        if its:
-            worst = max(its, key=lambda row: abs(_off(row)))
-            off = [abs(_off(row)) for row in its]
+    for label, rows_of_group in groups.items():
+        if rows_of_group:
+            worst = max(rows_of_group, key=lambda row: abs(_off(row)))
+            off = [abs(_off(row)) for row in rows_of_group]
             at = f"{key(worst).network}, {worst['method']}, H = {worst['H']}"
-            within, median = sum(each <= GOOD for each in off), f"{statistics.median(off):.1f}"
-            table.append([label, str(len(its)), str(within), median, f"{_off(worst):+.1f}", at])
+            within, median = sum(difference <= GOOD for difference in off), f"{statistics.median(off):.1f}"
+            table.append([label, str(len(rows_of_group)), str(within), median, f"{_off(worst):+.1f}", at])
     return table
 
 
@@ -180,7 +180,7 @@ def predictions(rows: Iterable[Row], setting: Row) -> list[float | None]:
             steps = min(1.0, row["H"] / _PARTS) * DEFAULT.add * setting["elements"]  # CPU seconds of the slept steps
             worked = row["busy"] * row["round_s"] * setting["cores"] / setting["ranks"] - steps
             factors.setdefault(_work_of(row), []).append(worked / _prediction(row, setting, 1.0).work)
-    slower = {work: statistics.median(each) for work, each in factors.items()}
+    slower = {work: statistics.median(values) for work, values in factors.items()}
     return [
         _prediction(row, setting, slower.get(_work_of(row), 1.0)).utilisation if row["rate"] else None for row in rows
     ]
@@ -209,7 +209,7 @@ def _prediction(row: Row, setting: Row, slower: float) -> model.Prediction:
 TITLES = {"dense": "dense local steps", "blocking": "sparse local steps", "delayed": "sparse local steps, delayed"}
 
 
-def heat_maps(cells: Found) -> Any:
+def heat_maps(cells: Cells) -> Any:
     """Return heat maps of utilisation, H against rate: a panel for each method, delay and loss with several cells."""
     methods = [method for method in LOCAL if any(cell.method == method for cell in cells)]
     sites = sorted({(cell.network.loss, cell.network.rtt) for cell in cells})
@@ -220,12 +220,12 @@ def heat_maps(cells: Found) -> Any:
     )
     for method, line in zip(methods, grid, strict=True):
         for (loss, rtt), axes in zip(sites, line, strict=True):
-            its = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for rate in rates] for H in every]
-            values = np.array([[np.nan if row is None else 100 * row["utilisation"] for row in rows] for rows in its])
+            maps = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for rate in rates] for H in every]
+            values = np.array([[np.nan if row is None else 100 * row["utilisation"] for row in rows] for rows in maps])
             axes.set_visible(np.isfinite(values).sum() > 1)
             axes.set_facecolor("0.92")  # not measured
             drawn = axes.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto", origin="lower")
-            for i, rows in enumerate(its):
+            for i, rows in enumerate(maps):
                 for j, row in enumerate(rows):
                     if row is not None:
                         dark = row["utilisation"] < 0.55

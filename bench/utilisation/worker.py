@@ -283,9 +283,9 @@ def timed(plan: dict[str, Any], cell: Cell) -> Cell:
 
 def agreed(value: int) -> int:
     """Return the value of rank 0."""
-    found = torch.tensor([value])
-    dist.broadcast(found, 0)
-    return int(found)
+    shared = torch.tensor([value])
+    dist.broadcast(shared, 0)
+    return int(shared)
 
 
 def begin_together(ahead: float) -> float:

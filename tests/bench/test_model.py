@@ -32,10 +32,10 @@ def rows(*given: str) -> list[model.Row]:
     return list(model.rows(model.problem_of(asked), asked))
 
 
-def found(*given: str) -> simulate.Found:
+def outcome(*given: str) -> simulate.Outcome:
     (row,) = rows(*given)
     assert row["simulated"]
-    return simulate.Found(**{field.name: row[field.name] for field in fields(simulate.Found)})
+    return simulate.Outcome(**{field.name: row[field.name] for field in fields(simulate.Outcome)})
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_as_the_formula(algorithm: str, wire: str) -> None:
 )
 def test_every_algorithm_and_wire_runs(algorithm: str, wire: str) -> None:
     given = ("--ranks", "6", "--ranks-per-node", "2", "--n", "64K", "--density", "0.01", "--wire", wire)
-    got = found(*given, "--algorithms", algorithm)
+    got = outcome(*given, "--algorithms", algorithm)
     assert 0 < got.exchange_seconds < got.step_seconds
     assert got.sent_bytes_per_rank > 0
     assert got.received_bytes_per_rank > 0
@@ -92,10 +92,10 @@ def test_every_algorithm_and_wire_runs(algorithm: str, wire: str) -> None:
 @pytest.mark.parametrize("algorithm", ["allgather", "tree", "butterfly", "split"])
 def test_a_smaller_problem_takes_as_long_and_as_many_bytes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("--ranks", "8", "--n", "32M", "--algorithms", algorithm)
-    whole = found(*given)
+    whole = outcome(*given)
     monkeypatch.setattr(simulate, "_HANDLED", 1 << 16)
     monkeypatch.setattr(simulate, "_MIN", 4096)
-    smaller = found(*given)
+    smaller = outcome(*given)
     assert whole.scale == 1
     assert smaller.scale == pytest.approx(32000 / 4096, rel=0.01)
     assert smaller.messages_per_rank == whole.messages_per_rank
@@ -108,7 +108,7 @@ def test_ranks_of_a_node_share_its_link(tmp_path: Path) -> None:
     free = tmp_path / "profile.json"
     free.write_text(Profile("MPI", 4, 2, replace(DEFAULT, node=Link(0, 1e-12))).as_json())
     given = ("--ranks", "8", "--n", "10M", "--algorithms", "butterfly", "--latency", "1us", "--profile", str(free))
-    alone, (row,) = found(*given), rows(*given, "--ranks-per-node", "4")
+    alone, (row,) = outcome(*given), rows(*given, "--ranks-per-node", "4")
     rounds = 4 / 3  # one round of three is between nodes, but four at a time
     assert row["exchange_seconds"] == pytest.approx(rounds * alone.exchange_seconds, rel=0.05)
     assert row["exchange_seconds"] == pytest.approx(row["formula_exchange_seconds"], rel=0.05)

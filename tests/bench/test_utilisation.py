@@ -112,7 +112,7 @@ def test_held_out_cells_do_not_change_predictions() -> None:
 def test_heat_maps_are_drawn_of_what_there_is() -> None:
     rows = [row(rate, method, H, 0.3, rtt) for rate in (5e7, 1e9) for method in ("dense", "blocking") for H in (1, 8)
             for rtt in (0.0, 0.08)]  # fmt: skip
-    figure = tables.heat_maps(tables.found(rows[:-1]))
+    figure = tables.heat_maps(tables.by_cell(rows[:-1]))
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert len(panels) == 4  # two methods, two delays
     assert sum(len(axes.texts) for axes in panels) == len(rows) - 1

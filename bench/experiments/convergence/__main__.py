@@ -27,11 +27,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
@@ -41,13 +39,13 @@ from bench.experiments.convergence import training
 from bench.experiments.convergence.plots import plot_costs
 from bench.experiments.convergence.results import Results, Training
 from bench.experiments.convergence.tables import tables
-from bench.experiments.convergence.training import METHODS, Curve, Setting, equal_density
+from bench.experiments.convergence.training import METHODS, Setting, equal_density
+from bench.experiments.grid import in_processes
 from bench.experiments.tasks import TASKS
 from sparsecomm.wire import WIRES
 
 TABLE_WIDTH = 180
 USUAL = ("dense", "allgather", "tree", "butterfly", "split")
-Done = Iterator[tuple[Setting, Curve]]
 
 
 def parse() -> argparse.Namespace:
@@ -123,20 +121,6 @@ def settings(options: argparse.Namespace, note: Callable[[str], None]) -> list[S
     return [replace(setting, seed=seed) for seed in range(options.seeds) for setting in dict.fromkeys(wanted)]
 
 
-def in_processes(todo: Sequence[Setting], jobs: int) -> Done:
-    """Train on simulated ranks, ``jobs`` trainings at a time."""
-    if jobs == 1:
-        yield from ((setting, training.simulate(setting)) for setting in todo)
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        futures = {pool.submit(training.simulate, setting): setting for setting in todo}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
 def finish(results: Results, out: str, console: Console) -> None:
     """Write the results, the tables and the plots."""
     results.write(Path(f"{out}.json"))
@@ -171,10 +155,10 @@ def main() -> None:
         versions = {name: number for name, number in run["versions"].items() if number}
         command = " ".join(["python -m bench.experiments.convergence", *sys.argv[1:]])
         results.runs.append({"command": command, "machine": run["machine"], "versions": versions})
-    for number, (setting, curve) in enumerate(in_processes(list(same), options.jobs)):
+    for number, (setting, curve) in enumerate(in_processes(training.simulate, list(same), options.jobs)):
         console.print(f"{number + 1} of {len(same)}: {setting.model}, P = {setting.ranks}: {setting.name}")
-        for each in same[setting]:
-            results.add(Training(each, training.recipe(each), curve))
+        for equal in same[setting]:
+            results.add(Training(equal, training.recipe(equal), curve))
         results.write(out)
     finish(results, options.out, console)
 

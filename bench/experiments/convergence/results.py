@@ -98,11 +98,11 @@ class Results:
         self.runs: list[dict[str, Any]] = []
         try:
             for path in paths:
-                found = json.loads(path.read_text())
-                for entry in found["trainings"]:
+                contents = json.loads(path.read_text())
+                for entry in contents["trainings"]:
                     setting, curve = Setting(**entry["setting"]), Curve(**entry["curve"])
                     self.add(Training(setting, entry["recipe"], curve))
-                self.runs += [run for run in found["runs"] if run not in self.runs]
+                self.runs += [run for run in contents["runs"] if run not in self.runs]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: not results of this program ({type(error).__name__}: {error})") from error
 
@@ -130,11 +130,11 @@ class Results:
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcome of each setting, in the order of the table."""
-        found: dict[Setting, dict[int, Training]] = {}
+        trainings: dict[Setting, dict[int, Training]] = {}
         for setting in sorted(self.trainings, key=sort_key):
-            found.setdefault(replace(setting, seed=0), {})[setting.seed] = self.trainings[setting]
-        dense = {(s.model, s.ranks, s.steps): seeds for s, seeds in found.items() if s.method == "dense"}
-        return [Outcome(s, seeds, dense.get((s.model, s.ranks, s.steps), {})) for s, seeds in found.items()]
+            trainings.setdefault(replace(setting, seed=0), {})[setting.seed] = self.trainings[setting]
+        dense = {(s.model, s.ranks, s.steps): seeds for s, seeds in trainings.items() if s.method == "dense"}
+        return [Outcome(s, seeds, dense.get((s.model, s.ranks, s.steps), {})) for s, seeds in trainings.items()]
 
 
 def sort_key(setting: Setting) -> tuple[Any, ...]:
@@ -152,7 +152,7 @@ def best(outcomes: Iterable[Outcome]) -> Outcome:
 
 def grouped(outcomes: Iterable[Outcome], key: Callable[[Setting], K]) -> dict[K, list[Outcome]]:
     """Group outcomes by a key of their settings, in their order."""
-    found: dict[K, list[Outcome]] = {}
+    groups: dict[K, list[Outcome]] = {}
     for outcome in outcomes:
-        found.setdefault(key(outcome.setting), []).append(outcome)
-    return found
+        groups.setdefault(key(outcome.setting), []).append(outcome)
+    return groups

@@ -19,13 +19,13 @@ Rows = Iterable[Sequence[str]]
 def tables(results: Results) -> list[Table]:
     """Return the tables for which there are trainings."""
     outcomes = results.outcomes()
-    found = [everything(outcomes), at_their_best(outcomes)]
+    made = [everything(outcomes), at_their_best(outcomes)]
     if any(len({o.setting.steps for o in of_model}) > 1 for of_model in grouped(outcomes, lambda s: s.model).values()):
-        found.append(more_steps(outcomes))
+        made.append(more_steps(outcomes))
     compared = [o for o in outcomes if o.pairs]
     if len({amount(o.setting) for o in compared if o.setting.method != "dense"}) > 1:
-        found.append(enough(compared))
-    return found
+        made.append(enough(compared))
+    return made
 
 
 def everything(outcomes: Sequence[Outcome]) -> Table:
@@ -59,8 +59,8 @@ def at_their_best(outcomes: Sequence[Outcome]) -> Table:
     def row(outcome: Outcome, tried: str, bytes_of: str) -> Sequence[str]:
         setting, times = outcome.setting, _times(outcome) if tried and outcome.pairs else ""
         cells = *_where(setting), bytes_of, METHODS[setting.method][0], setting.unusual, tried
-        found = density(setting, alone=True), str(len(outcome.seeds)), score(outcome), gap(outcome), times
-        return *cells, *found, *_per_step(outcome)
+        scores = density(setting, alone=True), str(len(outcome.seeds)), score(outcome), gap(outcome), times
+        return *cells, *scores, *_per_step(outcome)
 
     sections = []
     sparse = [outcome for outcome in outcomes if outcome.setting.method != "dense"]
@@ -88,8 +88,9 @@ def more_steps(outcomes: Sequence[Outcome]) -> Table:
     for (model, P, bytes_of), part in grouped(outcomes, lambda s: (s.model, s.ranks, amount(s))).items():
         rows = []
         for method, tried in grouped(part, lambda s: s.method).items():
-            found = {o.setting.steps / fewest[model]: o for o in map(best, grouped(tried, lambda s: s.steps).values())}
-            cells = {f: score(o, short=True) if method == "dense" else gap(o) for f, o in found.items()}
+            every = map(best, grouped(tried, lambda s: s.steps).values())
+            by_factor = {o.setting.steps / fewest[model]: o for o in every}
+            cells = {f: score(o, short=True) if method == "dense" else gap(o) for f, o in by_factor.items()}
             rows.append([model, str(P), bytes_of, METHODS[method][0], *(cells.get(f, "") for f in factors)])
         sections.append(rows)
     return _table(
@@ -113,8 +114,8 @@ def enough(outcomes: Sequence[Outcome]) -> Table:
                 fewest = min(good, key=lambda o: o.mean(lambda t: t.step_bytes))
                 nbytes, milliseconds = _per_step(fewest)
                 of_dense = _part_of_dense(fewest) if method != "dense" else ""
-                found = density(fewest.setting, alone=True), gap(fewest)
-                cells = [fewest.setting.unusual, nbytes, of_dense, milliseconds, *found]
+                last = density(fewest.setting, alone=True), gap(fewest)
+                cells = [fewest.setting.unusual, nbytes, of_dense, milliseconds, *last]
             rows.append([model, str(P), str(steps), METHODS[method][0], *cells])
         sections.append(rows)
     return _table(
@@ -154,8 +155,8 @@ def amount(setting: Setting) -> str:
 
 def density(setting: Setting, *, alone: bool = False) -> str:
     """Return the density, and the density at which Top-k sends as many bytes."""
-    found = f"{number_text(setting.density)}"
-    return f"{found} (= {number_text(setting.equal_to)})" if setting.equal_to and not alone else found
+    text = f"{number_text(setting.density)}"
+    return f"{text} (= {number_text(setting.equal_to)})" if setting.equal_to and not alone else text
 
 
 def score(outcome: Outcome, *, short: bool = False) -> str:

@@ -1,7 +1,7 @@
 """Training by local steps that survives the loss of a rank.
 
-    mpirun -n 4 python -m bench.experiments.lost_worker
-    mpirun --with-ft ulfm -n 4 python -m bench.experiments.lost_worker --lose
+    mpirun -n 4 python examples/lost_worker.py
+    mpirun --with-ft ulfm -n 4 python examples/lost_worker.py --lose
 
 A small network (64-128-10, in NumPy) learns scikit-learn's digits, on each rank a part of them. A round has ten local
 steps. A rank sends 64 entries of each chunk of 4,096 of its pseudo-gradient, and the residual keeps the rest.
@@ -116,12 +116,14 @@ while local.round < arguments.rounds:
         rebuilt = local.rebuild(comm, parameters)
         seconds = time.perf_counter() - seen
         say(f"{error}\nrank {comm.Get_rank()}: {rebuilt}")
-        found = {name: local.reducers[0].residual(name) for name in parameters}
-        well = comm.allreduce(all(np.array_equal(found[name], expected[name]) for name in parameters), MPI.LAND)
-        had, have = (comm.allreduce(sum(a.sum(dtype="f8") for a in each.values())) for each in (expected, found))
+        residuals = {name: local.reducers[0].residual(name) for name in parameters}
+        equal = comm.allreduce(all(np.array_equal(residuals[name], expected[name]) for name in parameters), MPI.LAND)
+        total, before = (
+            comm.allreduce(sum(a.sum(dtype="f8") for a in arrays.values())) for arrays in (residuals, expected)
+        )
         say(
-            f"of what the survivors had {'nothing' if well else 'SOMETHING'} is lost: what waits adds up to "
-            f"{have:.6f}, and had to be {had:.6f}; the next local step comes {seconds:.3f} s after the error"
+            f"the survivors have lost {'nothing' if equal else 'SOMETHING'}: their residuals add up to {total:.6f}; "
+            f"expected {before:.6f}; the next local step comes {seconds:.3f} s after the error"
         )
 
 model = local.global_parameters()
