@@ -88,8 +88,8 @@ def main(command_line: list[str] | None = None) -> None:
         publish(args.write, run, {"bytes": simulated_bytes, "memory": memory, "work": work}[args.what](args))
         return
     start_gloo(MPI.COMM_WORLD)
-    transport, link = transport_of(None), Path(os.environ.get("SLOW_NETWORK_LINK", ""))
-    rate = json.loads(link.read_text())["asked"] if link.is_file() else None
+    transport, link = transport_of(None), report.emulated_link()
+    rate = link and link["asked"]
     hosts, per_host = transport.num_nodes, transport.size // transport.num_nodes
     network = f"--ranks {hosts} --per-host {per_host} --rate {(rate or 0) / 1e6:g}mbit"
     rows = list((host_bytes if args.what == "bytes" else steps)(args, transport))

@@ -19,13 +19,14 @@ training of its own": each algorithm applies its result and updates its residual
 from __future__ import annotations
 
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import track
-from rich.table import Column, Table
+from rich.table import Table
 from sklearn.datasets import load_digits
 
 import sparsecomm as sc
@@ -179,14 +180,11 @@ def main() -> None:
 
 def table(results: list[dict[str, Any]], title: str, density: float) -> Table:
     rows = [row for row in results if (row["experiment"], row["density"]) == (title, density)]
-    columns = [name for name in ("found", "applied", "exact", "loss", "KB") if name in rows[0]]
-    headings = ["algorithm", *(Column(name, justify="right") for name in ("ranks", *columns))]
-    result = Table(*headings, title=f"{title}, density {number_text(density)}", title_justify="left")
-    for way in dict.fromkeys(row["way"] for row in rows):
-        for row in (row for row in rows if row["way"] == way):
-            result.add_row(way, str(row["ranks"]), *(f"{row[name]:.3f}" for name in columns))
-        result.add_section()
-    return result
+    columns: list[report.Column] = [("algorithm", itemgetter("way")), ("ranks", itemgetter("ranks"))]
+    columns += [(name, report.number(name)) for name in ("found", "applied", "exact", "loss", "KB") if name in rows[0]]
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    rows.sort(key=lambda row: ways.index(row["way"]))
+    return report.table(rows, columns, title=f"{title}, density {number_text(density)}", title_justify="left")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import platform
@@ -70,6 +71,12 @@ def finite(value: Any) -> Any:
     if isinstance(value, np.generic):
         return finite(value.item())
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def emulated_link() -> dict[str, Any] | None:
+    """Return the measurement of the emulated link that `bench.slow_network` passes to this program, or ``None``."""
+    path = os.environ.get("SLOW_NETWORK_LINK")
+    return json.loads(Path(path).read_text()) if path else None
 
 
 Row = dict[str, Any]

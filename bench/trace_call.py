@@ -20,7 +20,6 @@ import gc
 import inspect
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
@@ -147,11 +146,11 @@ def diloco_round() -> Callable[[], None]:
 def start_gloo() -> None:
     """Start a process group of the ranks that mpirun has started."""
     import torch
-    import torch.distributed as dist
+    from mpi4py import MPI
 
-    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
-    file = Path(tempfile.gettempdir(), f"sparsecomm-trace-{os.getppid()}")
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    from bench.compare import baselines
+
+    baselines.start_gloo(MPI.COMM_WORLD)
     torch.set_num_threads(1)
 
 

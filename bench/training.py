@@ -23,7 +23,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -352,10 +351,9 @@ def publish(args: argparse.Namespace, what: str, table: Table, data: dict[str, A
     """Publish a table with the link of `bench.slow_network`, if there is one."""
     threads = int(os.environ.get("SPARSECOMM_THREADS", "0")) or None
     about = report.about("-m bench.training", sys.argv[1:], MPI.COMM_WORLD.size, threads)
-    link = Path(os.environ.get("SLOW_NETWORK_LINK", ""))
     lines = report.head(about)
-    if link.is_file():
-        measured = about["link"] = json.loads(link.read_text())
+    if measured := report.emulated_link():
+        about["link"] = measured
         alpha, beta = 1e6 * measured["alpha"], 1e9 * measured["beta"]
         lines.append(f"# links of {rate_text(measured['asked'])}, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
     report.publish(args.write, lines, [table], {"run": about, what: data})

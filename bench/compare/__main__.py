@@ -9,7 +9,6 @@ docs/reports/speed.md describes the timing and the checks.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -47,8 +46,8 @@ def main() -> int:
         return 2
     transport = transport_of(COMM)
     link_of = {"measured": Link(0.0, 0.0) if COMM.size == 1 else measured_links(transport, 2.0).slowest}
-    if (link := given_link()) is not None:
-        link_of["given"] = link
+    if measured := report.emulated_link():
+        link_of["given"] = Link(measured["alpha"], measured["beta"])
     run: Run = report.about("-m bench.compare", sys.argv[1:], COMM.size) | {
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
         "P": COMM.size,
@@ -73,31 +72,15 @@ def parsed() -> argparse.Namespace:
     usual = [name for name, contender in CONTENDERS.items() if contender.usual]
     parser.add_argument("--n", type=float, default=25.6e6, help="elements (25.6e6)")
     parser.add_argument("--density", type=float, default=0.001, help="k/n (0.001)")
-    parser.add_argument(
-        "--densities",
-        type=lambda text: sorted(map(float, text.split(","))),
-        metavar="D,D,...",
-        help="instead of the comparison: from which density on dense wins",
-    )
+    numbers = lambda text: sorted(map(float, text.split(",")))  # noqa: E731
+    parser.add_argument("--densities", type=numbers, metavar="D,D,...", help="from which density on dense wins")
     parser.add_argument("--rounds", type=int, default=7, help="timings of each (7)")
     parser.add_argument("--slow-rounds", type=int, default=3, help="rounds in which slow baselines take part (3)")
-    parser.add_argument(
-        "--calls", type=int, default=1, help="calls in a row whose mean is a timing; short messages need several (1)"
-    )
-    parser.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=usual,
-        metavar="NAME,...",
-        help=f"of {', '.join(CONTENDERS)} ({', '.join(usual)})",
-    )
-    parser.add_argument(
-        "--drain",
-        type=float,
-        metavar="BYTES",
-        help="sent by all before each timing, to use up the bursts of a link that is limited by a "
-        "token bucket (2^20 if SLOW_NETWORK_LINK is set)",
-    )
+    parser.add_argument("--calls", type=int, default=1, help="calls per timing; short messages need several (1)")
+    names, known = lambda text: text.split(","), f"of {', '.join(CONTENDERS)} ({', '.join(usual)})"
+    parser.add_argument("--only", type=names, default=usual, metavar="NAME,...", help=known)
+    burst = "bytes that all send before each timing, to use up a token bucket (2^20 if SLOW_NETWORK_LINK is set)"
+    parser.add_argument("--drain", type=float, metavar="BYTES", help=burst)
     parser.add_argument("--wire", default="plain", choices=["auto", *WIRES], help="sparsecomm's format (plain)")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
     parser.add_argument("--name", metavar="STEM", help="name of these files")
@@ -136,18 +119,6 @@ def problem(options: argparse.Namespace) -> str | None:
     except OSError as error:
         text = f"cannot write: {error}"
     return next(filter(None, COMM.allgather(text)), None)
-
-
-def given_link() -> Link | None:
-    """Return the link in the JSON file that ``SLOW_NETWORK_LINK`` names, of `bench.slow_network`."""
-    path = os.environ.get("SLOW_NETWORK_LINK")
-    if not path:
-        return None
-    try:
-        link = json.loads(Path(path).read_text())
-        return Link(float(link["alpha"]), float(link["beta"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"SLOW_NETWORK_LINK={path}: {error!r}; expected a JSON file with alpha and beta") from error
 
 
 class Comparison:
