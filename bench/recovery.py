@@ -62,7 +62,7 @@ class Network:
             matrix[:] = rng.standard_normal(matrix.shape) * np.sqrt(2 / len(matrix))
 
     def gradient(self, x: Vector, labels: NDArray[np.int64]) -> tuple[Vector, float]:
-        """Return the gradient of the mean cross-entropy, and the latter."""
+        """Return the gradient of the mean cross-entropy, and the cross-entropy."""
         gradient = np.empty_like(self.weights)
         layers, into = self._layers(self.weights), self._layers(gradient)
         values = [x]
@@ -101,7 +101,7 @@ class Training:
         self._gradients = [self.network.gradient(self._data[0][mine], self._data[1][mine])[0] for mine in samples]
 
     def ask(self, way: dict[str, Any], *, follow: bool) -> dict[str, float]:
-        """Run an algorithm on the gradients; residuals and weights change if they are to ``follow``."""
+        """Run an algorithm on the gradients, and measure its result; ``follow``: also update residuals and weights."""
         residuals = self._residuals if follow else [residual.copy() for residual in self._residuals]
         total = np.sum([*residuals, *self._gradients], axis=0, dtype=np.float64)
 

@@ -63,7 +63,7 @@ class Problem:
 class Outcome:
     """The result of a simulated call, under the names that it has in the JSON file.
 
-    Times are of the rank that is done last, amounts of the one that has most.
+    Times are those of the rank that ends last, amounts those of the rank that has most.
     """
 
     exchange_seconds: float  # of the messages alone
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Outcome:
-    """Run an algorithm twice, without work and with it; return what it took."""
+    """Run an algorithm twice, without work and with it, and return its costs."""
     idle = Costs(problem.costs.link, problem.costs.node)
     n, k = _smaller(algorithm.name, P, problem.n, problem.k)
     without, with_work = (_call(problem, P, algorithm, wire, n, k, costs) for costs in (idle, problem.costs))
@@ -120,7 +120,7 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
 # -- one call ---------------------------------------------------------------------------------------------------------
 
 
-class _Taken(NamedTuple):
+class _Cost(NamedTuple):
     """The cost of a call: of the last rank in time, and of the ranks with the most bytes and messages."""
 
     seconds: float
@@ -129,22 +129,22 @@ class _Taken(NamedTuple):
     messages: int
 
 
-def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs) -> _Taken:
-    """Run calls with n elements and k entries, at the cost of the full problem; return the cost of the last one.
+def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs) -> _Cost:
+    """Run a call with n elements and k entries, at the cost of the full problem, and return its cost.
 
-    It is the second one where an algorithm keeps something from the first.
+    For algorithms that keep something from call to call, it is the second of two calls.
     """
     scale = problem.n / n
     call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
     weights: dict[int, int] = {}  # by id of the message; all messages are kept, so that ids are unique
     common = _indices(np.random.default_rng([n, k]), n, round(problem.common * k))
 
-    def program(transport: simulated.SimulatedTransport) -> list[_Taken]:
+    def program(transport: simulated.SimulatedTransport) -> list[_Cost]:
         backend = cast(Backend, _ChargedBackend(CpuBackend(1), transport, costs, scale))
         messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend)
         messages.weights, messages.scale = weights, scale
         comm = Communicator(transport, backend, messages, wire, costs)
-        seen = [_Taken(0.0, 0, 0, 0)]
+        seen = [_Cost(0.0, 0, 0, 0)]
         for number in range(2 if "split" in algorithm.name else 1):
             comm.begin()
             try:
@@ -156,14 +156,14 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
             transport.end()
             moved = transport.counters
             either = max(moved.messages_sent, moved.messages_received)
-            seen.append(_Taken(transport.seconds, moved.bytes_sent, moved.bytes_received, either))
+            seen.append(_Cost(transport.seconds, moved.bytes_sent, moved.bytes_received, either))
         return seen[-2:]
 
     results = simulated.run(P, program, weigh=lambda data: weights.get(id(data), len(data)), **problem.network(P))
     before, after = zip(*(result.value for result in results if result.value is not None), strict=True)
     seconds = max(amounts.seconds for amounts in after) - max(amounts.seconds for amounts in before)
     taken = [[b - a for a, b in zip(*pair, strict=True)][1:] for pair in zip(before, after, strict=True)]
-    return _Taken(seconds, *(round(max(amounts)) for amounts in zip(*taken, strict=True)))
+    return _Cost(seconds, *(round(max(amounts)) for amounts in zip(*taken, strict=True)))
 
 
 class _Weighed(Messages):
@@ -266,7 +266,7 @@ class _ChargedBackend:
         self._backend, self.transport, self.costs, self._scale = backend, transport, costs, scale
 
     def sum_in_pairs(self, vectors: list[SparseVector]) -> SparseVector:
-        """Merge them by this one."""
+        """Merge by this backend, so that merges take virtual time."""
         return Backend.sum_in_pairs(cast(Backend, self), vectors)
 
     def __getattr__(self, name: str) -> Any:

@@ -65,7 +65,7 @@ class Baseline:
         return out
 
     def close(self) -> None:
-        """Give back what was opened."""
+        """Release resources."""
 
     def _gathered(self, nbytes: int) -> None:
         """Count an allgather: a block of each rank for every other one."""
@@ -119,7 +119,7 @@ class DenseRing(_Dense):
         rank, P = self.rank, self.size
         cut = [slice(*ends) for ends in pairwise(x.size * i // P for i in range(P + 1))]
         to, source = (rank + 1) % P, (rank - 1) % P
-        passed_on = x[cut[rank]]  # the first that travels is the gradient itself, then partial sums
+        passed_on = x[cut[rank]]  # a segment of the gradient; later ones are partial sums
         if P == 1:
             out[:] = x
             return
@@ -241,10 +241,10 @@ def _largest_torch(total: Array, k: int) -> Array:
 
 
 class TopkNumpy(_Sparse):
-    """Top-k by allgather, as one writes it in an afternoon with NumPy and mpi4py.
+    """Top-k by allgather, in plain NumPy and mpi4py.
 
     Source: Lin et al., "Deep Gradient Compression", ICLR 2018, without its momentum correction; called Top-k S-SGD
-    by Shi et al., ICDCS 2019. Loses nothing. Of equal magnitudes any may be selected.
+    by Shi et al., ICDCS 2019. Loses nothing. Ties are broken arbitrarily.
     """
 
     name = "topk-numpy"
@@ -321,7 +321,7 @@ class GtopkPaper(_Sparse):
 
 
 def _merge(a: Entries, b: Entries, k: int) -> Entries:
-    """Return the k largest of the sum; of equal magnitudes any."""
+    """Return the k largest entries of the sum. Ties are broken arbitrarily."""
     _, in_a, in_b = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
     values = a[1].copy()
     values[in_a] += b[1][in_b]

@@ -96,8 +96,8 @@ def main() -> int:
 def calibrated(options: argparse.Namespace) -> Costs:
     """Measure messages of all ranks at once, and the work of one while the others sleep; return the costs. Collective.
 
-    They become the profile that "auto" goes by. A rank of the emulated cluster has its turn on a core once in ranks /
-    cores, so that the work in the profile is as many times as long.
+    "auto" uses them as its profile. The ranks take turns on the cores, so work in the profile takes ranks / cores times
+    as long as alone.
     """
     link = measured_links(transport.transport_of(COMM), 1.0).slowest
     turns = max(1.0, COMM.size / (os.cpu_count() or 1))

@@ -25,7 +25,7 @@ PORT = 5077
 BLOCK = 1 << 18
 SECONDS = 0.25  # for each size of message
 STREAMS = 8
-HEAD = "!BQ?"  # what a connection begins with: its kind, the size of its messages, and whether to poll for them
+HEAD = "!BQ?"  # the head of a connection: its kind, the size of its messages, and whether to poll for them
 STREAM, ECHO, RING = range(3)
 
 # ------------------------------------------------------------------------------------------------------ on every host
@@ -67,7 +67,7 @@ class Host:
         connection.close()
 
     def connect(self, host: str, times: int) -> list[float]:
-        """Return the seconds that connections take to be made: one round trip each."""
+        """Return the seconds that it takes to connect, which is one round trip."""
         took = []
         for _ in range(times):
             begin = time.perf_counter()
@@ -76,9 +76,9 @@ class Host:
         return took
 
     def ping_pong(self, host: str, size: int, seconds: float, rounds: tuple[int, int], poll: bool) -> list[float]:
-        """Return the seconds of half a round trip of messages of `size` bytes, without the first.
+        """Return the seconds of half a round trip of messages of `size` bytes; the first one is not counted.
 
-        `seconds` are for all, but at least `rounds[0]` and at most `rounds[1]` messages go.
+        It sends messages for so many `seconds`, but at least `rounds[0]` and at most `rounds[1]` messages.
         """
         data, took = memoryview(bytearray(size)), []
         with socket.create_connection((host, PORT)) as connection:
@@ -107,7 +107,7 @@ class Host:
                 return (time.perf_counter() - begin) / rounds
 
     def stream(self, host: str, connections: int) -> None:
-        """Begin to send by as many connections as fast as they take it."""
+        """Begin to send as fast as possible over this many connections."""
         for _ in range(connections):
             threading.Thread(target=self._send, args=(host, self._streams), daemon=True).start()
 
@@ -145,7 +145,7 @@ class Host:
 
 
 def _receive_into(connection: socket.socket, data: memoryview, poll: bool = False) -> None:
-    """Receive all of `data`. `poll`: as MPI does, without the time that a processor takes to wake up."""
+    """Receive all of `data`. `poll`: busy-wait, as MPI does, so that no time is lost in waking up."""
     got = 0
     while got < len(data):
         try:
@@ -209,8 +209,8 @@ def _answer_of(process: subprocess.Popen[str]) -> Any:
 def measure(enter: list[list[str]], names: list[str], links: Links) -> dict[str, Any]:
     """Measure the links between hosts, in seconds, bytes, and bits per second.
 
-    One pair of hosts is first, while the others sleep; then come all at once. `enter` has the command prefix that
-    starts a program on a host, `names` their names; `links` is what was asked for.
+    It measures one pair of hosts, while the other hosts sleep, and then all hosts at once. `enter` has the command
+    prefix that starts a program on each host, and `names` has the names of the hosts.
     """
     hosts = Hosts(enter)
     try:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_HOSTS = 128
-NET = "10.77.0.0/24"  # in namespaces of our own: the machine may use the same
+NET = "10.77.0.0/24"  # within namespaces, so the machine may use the same addresses
 _HUB_NUMBER = 254
 _HUB = f"10.77.0.{_HUB_NUMBER}"
 _SEED = 1
@@ -38,7 +38,7 @@ _PREFIX = "slow_network."
 
 
 class CannotError(Exception):
-    """The network cannot be made: the message says why and what to do."""
+    """The network cannot be created. The message says why and what to do."""
 
 
 def parse_rate(text: str) -> float:
@@ -147,7 +147,7 @@ def names(hosts: int) -> list[str]:
 
 
 def entry(hosts: int) -> list[str]:
-    """The command prefix that starts a program in namespaces of its own, after a look at whether that can be done."""
+    """Return the command prefix that starts a program in its own namespaces; raise if the machine cannot do it."""
     if not 1 <= hosts <= MAX_HOSTS:
         raise CannotError(f"{hosts} ranks: expected 1 to {MAX_HOSTS}")
     if not sys.platform.startswith("linux"):
@@ -157,7 +157,7 @@ def entry(hosts: int) -> list[str]:
     for tool, package in [("ip", "iproute2"), ("tc", "iproute2"), *[(t, "util-linux") for t in _TOOLS]]:
         if not _which(tool):
             raise CannotError(f"`{tool}` is missing: install {package} (Debian, Ubuntu: apt-get install {package})")
-    # A user who is not root may be root in a namespace of his own, where the machine allows it.
+    # Many systems let users be root in their own namespaces.
     command = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), *_SPACE]
     tried = subprocess.run([*command, "true"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if tried.returncode:
@@ -244,22 +244,23 @@ signal.pause()
 
 
 def tcp_settings(links: Links) -> dict[str, str]:
-    """Return what the hosts set of TCP, under /proc/sys/net.
+    """Return the TCP settings of the hosts, as files under /proc/sys/net.
 
-    Buffers may grow to what is under way when the sender's queue is full, twice for what waits to be read or to be
-    sent again, and twice more for the kernel's own share of the receiver's. They may never grow less than Linux's own.
+    Send buffers may grow to twice the bytes in flight when the sender's queue is full, because bytes may have to be
+    sent again. Receive buffers may grow to four times as many, because the kernel uses half of them itself. The limits
+    are never below Linux's defaults.
     """
     under_way = links.rate / 8 * (links.rtt + links.longest_queue)
     int_max = 2**31 - 1
     return {
         "ipv4/tcp_rmem": f"4096 131072 {min(int_max, max(33_554_432, 4 * under_way)):.0f}",
         "ipv4/tcp_wmem": f"4096 16384 {min(int_max, max(4_194_304, 2 * under_way)):.0f}",
-        "ipv6/conf/default/disable_ipv6": "1",  # its addresses would be asked for
+        "ipv6/conf/default/disable_ipv6": "1",  # otherwise the kernel would send packets to probe addresses
     }
 
 
 def build(hosts: int, links: Links, folder: Path) -> Relay | None:
-    """Make the hosts and their links, from within the namespaces of `entry`. Writes host -> process id to `folder`."""
+    """Create the hosts and their links, within the namespaces of `entry`. Write the hosts' process ids to `folder`."""
     os.environ["PATH"] = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
     _do(["mount", "-t", "tmpfs", "slow_network", str(folder)])
     table = [f"10.77.0.{i + 1} {name}" for i, name in enumerate(names(hosts))]
@@ -314,7 +315,7 @@ def forget(folder: Path, names: list[str]) -> None:
 
 
 def _shaped(pids: list[int], links: Links) -> None:
-    """Make links of the kernel's own: a bridge is the switch, and both ends of every link are limited."""
+    """Create links that the kernel shapes: a bridge is the switch, and both ends of every link are limited."""
     hosts = len(pids)
     segment, limit = shaping(links)
     hub, limits = ["link add br0 type bridge", *_device("br0", _HUB_NUMBER - 1, "", hosts, links)], []
@@ -330,9 +331,9 @@ def _shaped(pids: list[int], links: Links) -> None:
 
 
 def _relayed(pids: list[int], links: Links) -> Relay:
-    """Make links to a relay. The hub's link has no limits, so starting programs does not affect measurements.
+    """Create links to a relay. The hub's link has no limits, so starting programs does not affect measurements.
 
-    A host is behind its link, or a site is: a bridge, to which its hosts are connected without limits.
+    Behind each link is a host, or a site: a bridge, to which the hosts of the site are connected without limits.
     """
     hosts, own = len(pids), os.getpid()
     if links.sites:
@@ -352,7 +353,7 @@ def _relayed(pids: list[int], links: Links) -> Relay:
                 f"link add v{i} type veth peer name eth0 netns {pids[i]}",
                 f"link set v{i} {segment} master br{s} up",
             ]
-    # The relay takes what comes at once: it is the queue.
+    # The relay is the queue: it takes every packet at once.
     _batch("ip", [], [*near, *_device("hub0", _HUB_NUMBER - 1, f"{segment} txqueuelen 10000", hosts, links)])
     for i, pid in enumerate(pids):
         up = _device("eth0", i, f"{segment} txqueuelen 10000", hosts, links)
@@ -474,10 +475,10 @@ def _neighbours(device: str, host: int, hosts: int) -> list[str]:
 
 
 def shaping(links: Links) -> tuple[str, str]:
-    """Return arguments of `ip` and `tc`: the longest segment that TCP hands to a link, and the limit of its rate.
+    """Return arguments of `ip` and `tc`: the longest segment that TCP passes to a link, and the limit of its rate.
 
-    After a pause, tbf lets `burst` bytes pass at full speed: it must be small beside the messages that are timed, and
-    no smaller than a segment. Short segments cost time of the processors: they are longer where round trips are long.
+    After a pause, tbf lets `burst` bytes pass at full speed. `burst` must be at least a segment, and small beside the
+    messages that are timed. Long segments take less CPU time, so they are longer where round trips are long.
     """
     lasts = min(1e-3, max(262e-6, links.rtt / 20))
     segment = int(min(65_536, max(6_144, links.rate / 8 * lasts)))  # 32 KB at 1 Gb/s

@@ -1,22 +1,22 @@
 // Carry Ethernet frames between links that have a rate, a delay, loss and a queue each way.
 //
 // Usage: relay RATE RTT JITTER LOSS QUEUE STALL EVERY SEED LINK...      bits per second, 0 to 1, else nanoseconds
-//   LINK = PID:DEVICE:HOST[,HOST...]   a TAP device of this name, made in the network namespace of process PID, behind
-//                                      which the hosts of these numbers are; "=" before it: a link without limits
+//   LINK = PID:DEVICE:HOST[,HOST...]   a TAP device of this name in the network namespace of process PID; the hosts
+//                                      with these numbers are behind it. "=" before it: a link without limits
 // The last byte of a frame's hardware address is the number of its host. Frames to unknown numbers are dropped.
 //
 //   host -> TAP -> up queue -> wire: RTT/2 +- jitter -> down queue -> TAP -> host
 //                  (sender's)  loss                     (receiver's)
 //
-// A queue is drained at the rate and drops what would wait longer than QUEUE. Every now and then, after EVERY on
-// average, a link stands still for STALL.
+// A queue is drained at the rate, and drops packets that would wait longer than QUEUE. A link stalls for STALL, after
+// EVERY on average.
 //
-// A frame of the kernel may be a train of up to 64 KB of TCP (virtio-net's offload). Each of its packets takes its time
-// on the link and is lost or dropped by itself: a train is cut where one is missing. So the relay copies twice 64 KB
-// where the wire has 44 packets.
+// A frame of the kernel may be a train of up to 64 KB of TCP (virtio-net's offload), so that the relay copies once for
+// 44 packets of the wire. Each packet of a train takes its time on the link, and is lost or dropped by itself. A train
+// is cut where a packet is missing.
 //
-// Time is virtual: each frame carries the time at which it is due, whenever the relay gets to run. How late it was is
-// counted. A line on standard input is answered by a line of JSON with all counters; its end ends the relay.
+// Time is virtual: each frame carries the time at which it is due, and the relay counts how late it delivers frames. It
+// answers a line on standard input with a line of JSON with all counters, and ends when standard input ends.
 
 #include <algorithm>
 #include <cmath>
@@ -72,9 +72,9 @@ Nanoseconds now() {
 
 struct Frame {
     Frame* next;
-    Nanoseconds due;   // on the wire: when its last bit arrives at the receiver's link; behind it: when it is delivered
-    uint32_t length;   // of what follows: virtio's header, and the frame
-    uint32_t packets;  // 1, or those of a train
+    Nanoseconds due;   // on the wire: arrival of its last bit at the receiver's link; behind the wire: its delivery
+    uint32_t length;   // bytes that follow: virtio's header, and the frame
+    uint32_t packets;  // 1, or the number of packets of a train
     uint32_t wire;     // bytes on the link, with the headers of every packet
     uint8_t to;        // the receiver's link
     uint8_t size_class;
@@ -83,7 +83,7 @@ struct Frame {
     uint8_t* ethernet() { return bytes() + VIRTIO; }
 };
 
-// Frames by powers of two, kept for reuse: no allocation once the queues have been full.
+// Unused frames by powers of two, so that nothing is allocated once the queues have been full.
 class Pool {
   public:
     Frame* take(uint32_t length) {
@@ -102,7 +102,7 @@ class Pool {
         frame->next = free_[frame->size_class];
         free_[frame->size_class] = frame;
     }
-    // A frame was read into the longest kind: move it to one of its size, unless it fills half.
+    // Frames are read into the largest size. Move a frame to a smaller size, unless it fills half of the largest.
     Frame* fitted(Frame* frame) {
         if (2 * frame->length > (256u << frame->size_class)) return frame;
         Frame* small = take(frame->length);
@@ -150,7 +150,7 @@ uint32_t ones_sum(const uint8_t* at, int bytes, uint32_t sum) {
     return sum;
 }
 
-// Where the parts of a train are, in bytes from the beginning of the Ethernet frame.
+// Offsets of the parts of a train, in bytes from the beginning of the Ethernet frame.
 struct Train {
     uint32_t ip, tcp, payload, payload_length, segment;
 };
@@ -170,7 +170,7 @@ bool is_train(Frame* frame, Train* train) {
     return true;
 }
 
-// Return packets `begin` to `end` of a train of `packets` as a frame of its own.
+// Return packets `begin` to `end` of a train of `packets` as a new frame.
 Frame* cut(Pool& pool, Frame* frame, const Train& train, uint32_t begin, uint32_t end, uint32_t packets) {
     const uint32_t from = begin * train.segment, to = std::min(train.payload_length, end * train.segment);
     const uint32_t length = VIRTIO + train.payload + to - from;
@@ -192,7 +192,7 @@ Frame* cut(Pool& pool, Frame* frame, const Train& train, uint32_t begin, uint32_
     write32(tcp + 4, read32(tcp + 4) + from);
     if (begin) tcp[13] &= static_cast<uint8_t>(~0x80);        // CWR belongs to the first
     if (end < packets) tcp[13] &= static_cast<uint8_t>(~0x09);  // FIN and PSH to the last
-    write16(tcp + 16, ones_sum(ip + 12, 8, 6 + tcp_length));    // the kernel sums the rest, if anybody looks at it
+    write16(tcp + 16, ones_sum(ip + 12, 8, 6 + tcp_length));    // the kernel adds the rest, if it checks the sum
     return part;
 }
 
@@ -208,19 +208,19 @@ struct Link {
     int fd = -1;
     bool limited = true;
     Nanoseconds up_free = 0, down_free = 0;
-    Queue wire, down;  // by the time at which they arrive at their receiver's link; by that at which they are delivered
-    std::mt19937_64 losses, times;  // apart: how long a run takes does not change which packets are lost
+    Queue wire, down;  // ordered by arrival at the receiver's link, and by delivery
+    std::mt19937_64 losses, times;  // two, so that losses do not depend on the duration of a run
     uint64_t until_loss = 0;  // packets that pass before the next lost one
     Nanoseconds last_arrival = 0;
     Nanoseconds stall_at = NEVER;
-    // The delay wanders: from one drawn value to the next, in a straight line.
+    // The delay moves linearly from one random value to the next.
     Nanoseconds knot_at = 0, knot_length = 0;
     double knot_from = 0, knot_to = 0;
 };
 
 struct Counters {
     uint64_t packets = 0, bytes = 0, lost = 0, dropped_up = 0, dropped_down = 0, refused = 0;
-    uint64_t late[24] = {};  // packets delivered less than 2^i us late; the last: all others
+    uint64_t late[24] = {};  // packets delivered less than 2^i us late; the last entry counts all others
 };
 
 class Relay {
@@ -235,11 +235,11 @@ class Relay {
             links_[i].knot_at = now();
             if (settings_.stall) links_[i].stall_at = now() + draw_calm(links_[i]);
         }
-        // Nothing that is read from now on arrives earlier than this after it was read. A stall is not foreseen.
+        // Frames that are read from now on arrive at least this long after they are read, unless there is a stall.
         if (!settings_.stall) lookahead_ = settings_.delay - settings_.jitter;
-        // While there is traffic, to wake up for every packet costs more than to carry it. So the relay wakes up by a
-        // clock then, and takes what it finds as having come, and what is due, half a tick earlier and later. At 1/160
-        // of the round trip nobody sees that.
+        // Waking up for each packet costs more than carrying it. While there is traffic, the relay therefore wakes up
+        // at regular ticks. It treats frames as if they had arrived half a tick ago, and delivers frames that are due
+        // within half a tick. A tick of 1/160 of the round trip does not change what the hosts measure.
         tick_ = std::min<Nanoseconds>(250'000, settings_.delay / 80);
         if (tick_ < 50'000) tick_ = 0;
         lookahead_ -= tick_ / 2;
@@ -259,7 +259,7 @@ class Relay {
         return static_cast<Nanoseconds>(-std::log1p(-uniform(link.times)) * settings_.stall_every);
     }
 
-    // A link that stalls is free when it goes on.
+    // A link that stalls is free again when the stall ends.
     void stall(Link& link, Nanoseconds t) {
         while (t >= link.stall_at) {
             const Nanoseconds end = link.stall_at + settings_.stall;
@@ -271,7 +271,7 @@ class Relay {
 
     Nanoseconds delay_at(Link& link, Nanoseconds t) {
         if (!settings_.jitter) return settings_.delay;
-        // Over 4 x jitter at the least, the delay changes by 2 x jitter at the most: nothing overtakes.
+        // The delay changes by at most 2 x jitter in at least 4 x jitter, so no packet overtakes another one.
         while (t >= link.knot_at + link.knot_length) {
             link.knot_at = std::max(link.knot_at + link.knot_length, t - 4 * settings_.jitter);
             link.knot_length = 4 * settings_.jitter;
@@ -303,7 +303,7 @@ class Relay {
     Counters counters_;
 };
 
-// Read a frame from the hosts of a link; it came `early` before now. Return false if there is none.
+// Read a frame from the hosts of a link, as if it had arrived `early` ago. Return false if there is none.
 bool Relay::read_one(size_t from, Nanoseconds early) {
     Link& link = links_[from];
     if (!spare_) spare_ = pool_.take(LONGEST);
@@ -329,7 +329,7 @@ bool Relay::read_one(size_t from, Nanoseconds early) {
     return true;
 }
 
-// Put a frame on its sender's link, without what the queue drops or the wire loses.
+// Put a frame on its sender's link, without the packets that the queue drops or the wire loses.
 void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
     Train train{};
     const bool cuttable = is_train(frame, &train);
@@ -363,7 +363,7 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
             if (passing < packets) {
                 part = cut(pool_, frame, train, begin, end, packets);
             } else {
-                whole = false;  // it is on its way
+                whole = false;  // the part before the loss is on its way
             }
             part->packets = passing;
             part->wire = wire;
@@ -372,7 +372,7 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
             link.wire.push(part);
         }
         begin = end;
-        if (begin < admitted) {  // the next one is lost, after its time on the link
+        if (begin < admitted) {  // the next packet is lost, but takes its time on the link
             link.up_free += time_of(each);
             link.until_loss = draw_loss(link);
             counters_.lost++;
@@ -382,11 +382,11 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
     if (whole) pool_.give(frame);
 }
 
-// A frame has come to its receiver's link: when is it through?
+// Schedule the delivery of a frame that has arrived at its receiver's link, or drop it.
 void Relay::arrive(Frame* frame) {
     Link& link = links_[frame->to];
     stall(link, frame->due);
-    // The packets of a train came one after another, at the rate, the last of them now.
+    // The packets of a train arrived one after another, at the rate; the last one arrives now.
     const Nanoseconds duration = time_of(frame->wire), packet = duration / frame->packets;
     const Nanoseconds start = std::max(link.down_free, frame->due - duration + packet);
     const Nanoseconds room = frame->due + settings_.queue - start;
@@ -412,8 +412,8 @@ void Relay::arrive(Frame* frame) {
     link.down.push(frame);
 }
 
-// Move all frames on to where they are at time t; those that are due up to `early` later are delivered. Return when the
-// next is due.
+// Move all frames to where they are at time t, and deliver frames that are due until `early` later. Return when the
+// next frame is due.
 Nanoseconds Relay::move(Nanoseconds t, Nanoseconds early) {
     Nanoseconds next = NEVER;
     for (;;) {
@@ -509,7 +509,7 @@ void Relay::run() {
     }
 }
 
-// Make a TAP device in the network namespace of a process.
+// Create a TAP device in the network namespace of a process.
 int make_tap(const std::string& pid, const std::string& name) {
     const std::string path = "/proc/" + pid + "/ns/net";
     const int space = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -558,7 +558,7 @@ int main(int argc, char** argv) {
         }
         links.push_back(std::move(link));
     }
-    // It sleeps for exact times, and goes first when it is due.
+    // Sleep for exact times, and run first when a frame is due.
     prctl(PR_SET_TIMERSLACK, 1);
     sched_param first{};
     first.sched_priority = 1;

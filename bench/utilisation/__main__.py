@@ -5,10 +5,10 @@
     python -m bench.utilisation --rates 50mbit --rtts 0 80 --losses 0 --methods blocking delayed --H 32
     python -m bench.utilisation --report               # measure nothing: tables, heat maps, plans of what there is
 
-Four ranks, each behind a link of its own (`bench.slow_network`), have the model of 30.8 million parameters and the
-steps of 30 ms that were measured elsewhere with dense sums. Steps are slept, so that the cores of the machine serve the
-exchange. Methods: ``dense`` local steps by gloo, `sparsecomm.LocalSteps` as it is by default, ``blocking`` and with a
-``fragment_sync_delay`` of half a round, ``delayed``; and with H = 1 ``per-step`` sparse means by a `Reducer`.
+Four ranks, each behind its own link (`bench.slow_network`), train a model of 30.8 million parameters in steps of 30 ms,
+as a published measurement of dense sums did. Steps only sleep, which leaves the cores to the exchange. Methods:
+``dense`` (local steps by gloo); `sparsecomm.LocalSteps` with its defaults (``blocking``) and with a
+``fragment_sync_delay`` of half a round (``delayed``); and with H = 1 sparse means by a `Reducer` (``per-step``).
 
 Results are written to OUT.json one by one, and cells in it are not measured again. OUT.txt has the tables, and
 OUT.png the heat maps; docs/reports/slow-links.md has them, after ``python docs/tables.py --write``.

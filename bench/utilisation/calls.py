@@ -3,9 +3,9 @@
     python -m bench.utilisation.calls                       # as root; some minutes
     python -m bench.utilisation.calls --against FOLDER      # the library in FOLDER, too, in turn; built in place
 
-Ranks are each behind a link of its own. An exchange begins on all ranks at one moment of the clock of the machine,
-which they share, and ends when the last rank has the result. The time includes selection, residual and the dense
-result, and no barrier. Between two exchanges connections are idle for a second, as between rounds.
+Each rank is behind its own link. An exchange begins on all ranks at the same moment of the machine's clock, and ends
+when the last rank has the result. The time includes selection, the residual and the dense result, but no barrier.
+Between two exchanges, connections are idle for a second, as between rounds.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def run(
 
     Args:
         network: `grid.HERE` for processes of this machine, without links.
-        link: where to write what the links are found to be.
-        more: of the environment.
+        link: the file to which the measurement of the links is written.
+        more: variables that are added to the environment.
     """
     environment = {"SPARSECOMM_THREADS": "1", "OMP_NUM_THREADS": "1", "SPARSECOMM_TIMEOUT": "600", **os.environ}
     environment |= more or {}

@@ -2,11 +2,11 @@
 
     python worker.py PLAN.json RESULTS.jsonl
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment, as torchrun has them. Rank 0 writes a line for
-each cell of the plan, as it comes. All ranks share a machine, so they share its clock: what is timed begins on all of
-them at one moment, and no barrier is in it.
+The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun. Rank 0 writes a line for each cell
+of the plan as soon as it is measured. The ranks share the machine's clock, so they start at a common moment, and times
+contain no barrier.
 
-It imports nothing of `bench`, so that it measures any checkout of the library that PYTHONPATH names.
+The module imports nothing from `bench`, so it can measure any checkout of the library on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ Cell = dict[str, Any]
 
 
 class Training:
-    """A model of flat parameters, named parts of it, and steps that sleep.
+    """A model with flat parameters and named tensors, whose steps sleep.
 
-    A step changes a part of the parameters, by random numbers that differ between ranks: the cores could not change all
-    of them in its time, which it is within. It also changes one element of every tensor, since a rank sends nothing of
-    tensors that it has not trained. The first change is of all, so that residuals hold something everywhere, and each
-    chunk has something to select.
+    `begin` changes all parameters, so that residuals are non-zero everywhere. A step changes only a part of the
+    parameters, because changing all would take longer than the step. It also changes the first element of every tensor,
+    because a rank sends nothing of a tensor that has not changed. Ranks use different random numbers.
     """
 
     def __init__(self, shapes: dict[str, int], rank: int, seconds: float) -> None:
@@ -73,7 +72,7 @@ class Training:
 
 
 class Dense:
-    """Local steps with a dense mean, by gloo in one call; global -= mean."""
+    """Local steps whose differences gloo averages densely, in one call."""
 
     def __init__(self, training: Training, cell: Cell) -> None:
         self._training, self._every, self._taken = training, cell["H"], 0
@@ -82,7 +81,7 @@ class Dense:
         self._difference = torch.empty_like(self._global)
 
     def warm_up(self) -> None:
-        """Connect, and open windows with a 32nd of a round: a complete round may take minutes."""
+        """Connect, and open TCP's windows with a 32nd of the data, because a complete round may take minutes."""
         part = self._difference[: max(1, len(self._difference) // 32)]
         part.zero_()
         dist.all_reduce(part)
@@ -100,7 +99,7 @@ class Dense:
 
 
 class Local:
-    """Local steps of the library, as it does them by default, or with other options."""
+    """The library's local steps, with its defaults or with the options of the cell."""
 
     def __init__(self, training: Training, cell: Cell) -> None:
         self._training, self._every = training, cell["H"]
@@ -170,7 +169,7 @@ class Single:
 
 
 class AdamW:
-    """A step of `SparseAdamW` as it is by default, for parameters of PyTorch."""
+    """A step of PyTorch's `SparseAdamW`, with its defaults or with the options of the cell."""
 
     def __init__(self, training: Training, cell: Cell) -> None:
         self._parameters = {
@@ -182,7 +181,7 @@ class AdamW:
         self._optimizer = SparseAdamW(self._parameters.items(), lr=1e-3, **cell.get("options", {}))
 
     def warm_up(self) -> None:
-        for _ in range(6):  # later steps have as many weights waiting as any
+        for _ in range(6):  # from then on, steps take equally long
             self.step()
 
     def step(self) -> None:
@@ -256,9 +255,9 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
 
 
 def timed(plan: dict[str, Any], cell: Cell) -> Cell:
-    """Time single exchanges, from the common start of all ranks to the end of the last one. Collective.
+    """Time single exchanges, from the common start of all ranks until the last rank ends. Collective.
 
-    Between two of them the connections are idle for as long as it takes to agree on the next moment.
+    Between two exchanges, connections are idle until the next common start.
     """
     training = Training(plan["shapes"], dist.get_rank(), 0.0)
     every_time, sent = [], 0
@@ -289,7 +288,7 @@ def agreed(value: int) -> int:
 
 
 def begin_together(ahead: float) -> float:
-    """Return on all ranks at one moment of the clock that they share, so many seconds from now on, and which it is."""
+    """Wait until a common moment, ``ahead`` seconds from now on rank 0, and return this moment. Collective."""
     moment = torch.tensor([time.monotonic() + ahead], dtype=torch.float64)
     dist.broadcast(moment, 0)
     time.sleep(max(0.0, float(moment) - time.monotonic()))

@@ -43,10 +43,10 @@ def everything(outcomes: Sequence[Outcome]) -> Table:
 
     return _table(
         "Sparse gradients against dense ones",
-        "score: mean over the seeds (least to most), of what was held out; accuracy in percent, loss in nats.\n"
-        "gap: to dense with the same seed, mean; / range: that of dense over its seeds, ! if worse by more.\n"
-        "sent: bytes of the rank that sends most; of dense: in all; later: per step once the warm-up is over.\n"
-        "ms: of communication per step once the warm-up is over, 1 Gb/s and 50 us, with 25.6 million weights",
+        "score: mean over the seeds (minimum - maximum) on held-out samples; accuracy in percent, loss in nats.\n"
+        "gap: mean difference to dense with the same seed; / range: the same / range of dense, ! if worse by more.\n"
+        "sent: bytes of the rank that sends most; of dense: as a part of dense; later: per step after the warm-up.\n"
+        "ms: communication per step after the warm-up, at 1 Gb/s and 50 us, with 25.6 million weights",
         ("model", "P", "steps", "gradients", "density"),
         ("seeds", "score", "gap", "/ range", "sent", "of dense", "later", "per step", "ms"),
         [map(row, part) for part in grouped(outcomes, lambda s: (s.model, s.steps, s.ranks)).values()],
