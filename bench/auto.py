@@ -19,6 +19,7 @@ the worst cases of the grid.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from bench.timing import Ours, Timer
 from sparsecomm import transport
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.cli import main as command
+from sparsecomm.cli import options as types
 from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import number_text, rate_text, time_text
@@ -58,8 +60,9 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--simulated", action="store_true", help="on simulated ranks, instead of those of mpirun")
     parser.add_argument("--every", type=int, default=1, metavar="I", help="simulate every I-th case (%(default)s)")
-    parser.add_argument("--sizes", default="100000,1000000,10000000", help="elements (%(default)s)")
-    parser.add_argument("--density", default="0.001,0.01,0.1", help="comma-separated (%(default)s)")
+    sizes, densities = types.listed(types.count), types.listed(types.density)
+    parser.add_argument("--sizes", type=sizes, default="100000,1000000,10000000", help="elements (%(default)s)")
+    parser.add_argument("--density", type=densities, default="0.001,0.01,0.1", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=101, help="(%(default)s)")
     parser.add_argument("--write", type=Path, help="FILE.txt and FILE.json")
     options = parser.parse_args()
@@ -75,9 +78,8 @@ def on_real_ranks(options: Any) -> None:
     if command(["tune", "--seconds", "0.5"]):
         raise SystemExit("the costs could not be measured")
     comm.Barrier()
-    arguments = ["--sizes", options.sizes, "--density", options.density, "--rounds", str(options.rounds)]
-    run, rows = report.about("-m bench.auto", arguments, comm.size), []
-    for n, density in product(map(int, options.sizes.split(",")), map(float, options.density.split(","))):
+    run, rows = report.about("-m bench.auto", sys.argv[1:], comm.size), []
+    for n, density in product(options.sizes, options.density):
         rows.append(timed(comm, n, density, options.rounds))
         if comm.rank == 0:
             print(f"n={n}, density {number_text(density)}: auto / fastest {rows[-1]['ratio']:.2f}", flush=True)
@@ -142,8 +144,7 @@ def on_simulated_ranks(options: Any) -> None:
     grid = product(RANKS, PER_NODE, DELAYS, RATES, SIZES, DENSITIES)
     cases = [case for case in grid if case[0] > case[1] or case[1] == 1][:: options.every]
     rows = [simulated_case(*case) for case in track(cases, description="simulating")]
-    arguments = ["--simulated", *(["--every", str(options.every)] if options.every > 1 else [])]
-    run = report.about("-m bench.auto", arguments, threads=1)
+    run = report.about("-m bench.auto", sys.argv[1:], threads=1)
     tables = [by_ranks(rows), by_network(rows), worst_cases(rows)]
     report.publish(options.write, report.head(run), tables, run | {"rows": rows})
 

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from bench import report
 from bench.report import interval, number, yes_or_no
+from sparsecomm.cli import options as types
 
 ROUNDS = 21
 SHIFT = 64  # elements between the beginnings of two gradients
@@ -65,10 +66,8 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = report.parser(__doc__, prog="python -m bench.gpu")
-    sizes = lambda text: [int(float(word)) for word in text.split(",")]  # noqa: E731
-    parser.add_argument("--sizes", type=sizes, default=[25_600_000, 110_000_000, 1_000_000_000], metavar="N,N,...")
-    densities = [0.001, 0.01, 0.03, 0.09]
-    parser.add_argument("--densities", type=lambda t: [float(w) for w in t.split(",")], default=densities)
+    parser.add_argument("--sizes", type=types.listed(types.count), default="25.6M,110M,1G", metavar="N,N,...")
+    parser.add_argument("--densities", type=types.listed(types.density), default="0.001,0.01,0.03,0.09")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--models", nargs="+", default=["124M", "354M", "985M"], metavar="MODEL", help="for steps")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table and a JSON file there")

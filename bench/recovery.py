@@ -18,7 +18,8 @@ training of its own": each algorithm applies its result and updates its residual
 
 from __future__ import annotations
 
-from itertools import pairwise
+import sys
+from itertools import pairwise, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from sklearn.datasets import load_digits
 
 import sparsecomm as sc
 from bench import report
+from sparsecomm.cli import options as types
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import simulated
 
@@ -157,23 +159,19 @@ EXPERIMENTS = {"on the same gradients": on_the_same, "in a training of its own":
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--ranks", default="4,8,16,32", help="with commas (%(default)s)")
-    parser.add_argument("--density", default="0.001,0.01", help="with commas (%(default)s)")
+    parser.add_argument("--ranks", type=types.listed(types.count), default="4,8,16,32", help="(%(default)s)")
+    parser.add_argument("--density", type=types.listed(types.density), default="0.001,0.01", help="(%(default)s)")
     parser.add_argument("--write", type=Path, help="a folder for recovery.txt and recovery.json")
     options = parser.parse_args()
-    sizes, densities = [int(P) for P in options.ranks.split(",")], [float(d) for d in options.density.split(",")]
     digits = load_digits()
     data = (digits.data / 16).astype(np.float32), digits.target
 
-    arguments = ["--ranks", options.ranks, "--density", options.density]
-    run = report.about("-m bench.recovery", arguments, threads=1)
-    cases = [(title, density, P) for title in EXPERIMENTS for density in densities for P in sizes]
-    results: list[dict[str, Any]] = []
-    for title, density, P in track(cases, description="training"):
-        shared = {"experiment": title, "density": density, "ranks": P}
-        results += [shared | row for row in EXPERIMENTS[title](P, density, data)]
-
-    tables = [table(results, title, density) for title in EXPERIMENTS for density in densities]
+    run, results = report.about("-m bench.recovery", sys.argv[1:], threads=1), list[dict[str, Any]]()
+    cases = list(product(EXPERIMENTS, options.density, options.ranks))
+    for title, k, P in track(cases, description="training"):
+        shared = {"experiment": title, "density": k, "ranks": P}
+        results += [shared | row for row in EXPERIMENTS[title](P, k, data)]
+    tables = [table(results, *case) for case in product(EXPERIMENTS, options.density)]
     stem = options.write and options.write / "recovery"
     report.publish(stem, report.head(run), tables, run | {"rows": results})
 

@@ -25,7 +25,6 @@ interrupted run, and combine runs with different ranks in one table.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +41,7 @@ from bench.experiments.convergence.tables import tables
 from bench.experiments.convergence.training import METHODS, Setting, equal_density
 from bench.experiments.grid import in_processes
 from bench.experiments.tasks import TASKS
+from sparsecomm.cli import options as types
 from sparsecomm.wire import WIRES
 
 TABLE_WIDTH = 180
@@ -50,43 +50,40 @@ USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__, prog="python -m bench.experiments.convergence")
-    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument(
-        "--methods", nargs="+", choices=[m for m in METHODS if METHODS[m][1] is not None], default=list(USUAL)
+    add, known = parser.add_argument, [name for name, (_, arguments) in METHODS.items() if arguments is not None]
+    density, count = types.number(1e-12, 1 - 1e-12, "a number between 0 and 1"), types.count
+    add("--models", nargs="+", choices=TASKS, default=list(TASKS))
+    add("--methods", nargs="+", choices=known, default=list(USUAL))
+    add("--densities", nargs="*", type=density, default=[0.01, 0.001], help="after the warm-up")
+    add("--equal-bytes", nargs="+", type=density, default=[], metavar="D", help="the bytes per step of Top-k at D")
+    add("--seeds", type=count, default=3, help="number of seeds, of weights and batches (3)")
+    add("--steps", type=count, help="of each training, instead of the model's own number")
+    add("--steps-times", nargs="+", type=count, default=[1], metavar="N", help="N times as many steps")
+    add("--simulated", nargs="+", type=count, default=[4], metavar="P", help="ranks, in one process (4)")
+    add("--jobs", type=count, default=1, help="trainings at a time")
+    add("--out", default="convergence", help="where to write, without .json")
+    add("--report", nargs="+", type=Path, metavar="FILE", help="train nothing: merge these files")
+    add = parser.add_argument_group("sparse trainings; all combinations are trained").add_argument
+    add(
+        "--momentum",
+        nargs="+",
+        type=types.number(0, 1 - 1e-12, "a number from 0 to below 1"),
+        default=[training.MOMENTUM],
     )
-    parser.add_argument("--densities", nargs="*", type=float, default=[0.01, 0.001], help="after the warm-up")
-    parser.add_argument(
-        "--equal-bytes", nargs="+", type=float, default=[], metavar="D", help="as many per step as Top-k at density D"
+    add(
+        "--rate",
+        nargs="+",
+        type=types.number(1e-12, 1e12, "a number above 0"),
+        default=[1.0],
+        help="factor on the task's",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how many: of weights and batches")
-    parser.add_argument("--steps", type=int, help="of each training, in place of each model's own number")
-    parser.add_argument("--steps-times", nargs="+", type=int, default=[1], metavar="N", help="N times as many steps")
-    sparse = parser.add_argument_group("sparse trainings; all combinations are trained")
-    sparse.add_argument("--momentum", nargs="+", type=float, default=[training.MOMENTUM])
-    sparse.add_argument("--rate", nargs="+", type=float, default=[1.0], help="factor on the model's own learning rate")
-    sparse.add_argument("--wire", nargs="+", choices=WIRES, default=["packed"])
-    sparse.add_argument("--warmup", nargs="+", type=float, default=[training.WARMUP], help="share of the steps")
-    sparse.add_argument("--decay", nargs="+", type=float, default=[1.0], help="factor on the residuals in each step")
-    parser.add_argument("--simulated", nargs="+", type=int, default=[4], metavar="P", help="ranks, in one process (4)")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--out", default="convergence", help="where to write, without .json")
-    parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="train nothing: merge these files")
+    add("--wire", nargs="+", choices=WIRES, default=["packed"])
+    share = types.number(0, 0.9, "a number from 0 to 0.9")
+    add("--warmup", nargs="+", type=share, default=[training.WARMUP], help="share of the steps")
+    add("--decay", nargs="+", type=types.density, default=[1.0], help="factor on the residuals in each step")
     options = parser.parse_args()
-    for name, minimum in (("seeds", 1), ("jobs", 1), ("steps", 10)):
-        if (number := getattr(options, name)) is not None and number < minimum:
-            parser.error(f"--{name} {number}: must be at least {minimum}")
-    for option, fits, expected in (
-        ("densities", lambda x: 0 < x < 1, "numbers between 0 and 1"),
-        ("equal_bytes", lambda x: 0 < x < 1, "numbers between 0 and 1"),
-        ("steps_times", lambda x: x >= 1, "numbers of at least 1"),
-        ("momentum", lambda x: 0 <= x < 1, "numbers from 0 to below 1"),
-        ("rate", lambda x: 0 < x < math.inf, "numbers above 0"),
-        ("warmup", lambda x: 0 <= x <= 0.9, "numbers from 0 to 0.9"),
-        ("decay", lambda x: 0 < x <= 1, "numbers above 0, up to 1"),
-    ):
-        values = getattr(options, option)
-        if not all(map(fits, values)):
-            parser.error(f"--{option.replace('_', '-')} {' '.join(map(str, values))}: expected {expected}")
+    if options.steps is not None and options.steps < 10:
+        parser.error(f"--steps {options.steps}: must be at least 10")
     if not options.densities and not options.equal_bytes and set(options.methods) != {"dense"}:
         parser.error("--densities and --equal-bytes are both empty: pass a number to one of them")
     for P in options.simulated:
