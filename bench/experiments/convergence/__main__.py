@@ -78,8 +78,8 @@ def parse() -> argparse.Namespace:
         help="factor on the task's",
     )
     add("--wire", nargs="+", choices=WIRES, default=["packed"])
-    share = types.number(0, 0.9, "a number from 0 to 0.9")
-    add("--warmup", nargs="+", type=share, default=[training.WARMUP], help="share of the steps")
+    fraction = types.number(0, 0.9, "a number from 0 to 0.9")
+    add("--warmup", nargs="+", type=fraction, default=[training.WARMUP], help="share of the steps")
     add("--decay", nargs="+", type=types.density, default=[1.0], help="factor on the residuals in each step")
     options = parser.parse_args()
     if options.steps is not None and options.steps < 10:
