@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,7 @@ import torch
 from mpi4py import MPI
 
 import sparsecomm.torch as sct
-from bench import figures, report
+from bench import figures, patches, report
 from bench.instructions import NAMES, instructions
 from bench.training import measure
 from sparsecomm.backends import CpuBackend
@@ -84,6 +85,14 @@ def codecs() -> Ratios:
     return ratios
 
 
+def weights() -> Ratios:
+    """Make and apply patches of weights, against comparing and reading the weights."""
+    options = Namespace(elements=N, changed=0.01, device="cpu", repeats=11)
+    baselines = {"diff": patches.COMPARE, "apply": patches.READ, "apply, back": patches.READ}
+    rows = {row["way"]: row for row in patches.speed(options)}
+    return {f"patches: {way} / {baseline}": float(rows[way]["ratio"]) for way, baseline in baselines.items()}
+
+
 def step() -> Ratios:
     """The own work of a step of SparseAdamW, against PyTorch's fused AdamW."""
     sparse, dense = (torch.nn.Parameter(torch.randn(N // 4)) for _ in range(2))
@@ -113,7 +122,7 @@ def counts() -> Ratios:
 
 
 GROUPS: dict[str, Callable[[], Ratios]] = {
-    function.__name__: function for function in (selection, codecs, step, calls, counts)
+    function.__name__: function for function in (selection, codecs, weights, step, calls, counts)
 }
 
 
@@ -167,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file["run"] = report.about("-m bench.check", sys.argv[1:])
         FILE.write_text(json_text(file) + "\n")
         return 0
+    if not file["run"]:
+        parser.error(f"{FILE} does not exist; record ratios first, with --record")
     print("\n".join(f"# recorded: {line[2:]}" for line in report.head(file["run"])))
     slower = sum(check(group, file["ratios"].get(group, {})) for group in options.groups)
     print(f"{slower} ratios are slower than recorded" if slower else "no ratio is slower than recorded")

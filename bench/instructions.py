@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,8 @@ simulated.run(2, program)
 
 def instructions(folder: Path, names: list[str]) -> dict[str, float]:
     """Return the instructions of one call and rank in the checkout ``folder``; ``names``: of `NAMES`."""
+    if not shutil.which("valgrind"):
+        sys.exit("valgrind is missing: install it (Debian, Ubuntu: apt-get install valgrind)")
     environment = os.environ | {"PYTHONPATH": str(folder), "OPENBLAS_NUM_THREADS": "1", "SPARSECOMM_PROFILE": "none"}
     environment |= {"PYTHONHASHSEED": "0"}
     with TemporaryDirectory() as scratch:
