@@ -40,10 +40,10 @@ from bench.timing import Ours, Timer
 from sparsecomm import transport
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.cli import main as command
-from sparsecomm.cli import options as types
-from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import number_text, rate_text, time_text
+from sparsecomm.tools import options as types
+from sparsecomm.tools.timing import Vectors, uninterrupted
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import choice
 from sparsecomm.tuning.profile import DEFAULT

@@ -30,9 +30,9 @@ from bench import figures, patches, report
 from bench.instructions import NAMES, instructions
 from bench.training import measure
 from sparsecomm.backends import CpuBackend
-from sparsecomm.cli.outputs import json_text
 from sparsecomm.tensors import kinds
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tools.outputs import json_text
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "bench/results/check.json"

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from bench import report
 from bench.report import interval, number, yes_or_no
-from sparsecomm.cli import options as types
+from sparsecomm.tools import options as types
 
 ROUNDS = 21
 SHIFT = 64  # elements between the beginnings of two gradients

@@ -39,11 +39,11 @@ from bench import simulate
 from bench.labels import Label, label_points
 from bench.simulate import Outcome, Problem
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
+from sparsecomm.tools import options
+from sparsecomm.tools.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
 from sparsecomm.tuning import choice
 
 SCHEMA = 3  # of the JSON file: it rises when a field changes its meaning or is removed

@@ -51,8 +51,8 @@ from bench.compare.baselines import start_gloo
 from bench.timing import Runner, Timer
 from bench.training import new_model, quartiles_text
 from sparsecomm.backends import CpuBackend
-from sparsecomm.cli.bench.timing import quiet_barrier
 from sparsecomm.quantities import rate_text
+from sparsecomm.tools.timing import quiet_barrier
 from sparsecomm.transport import Transport, simulated, transport_of
 from sparsecomm.wire import Messages
 

@@ -23,8 +23,8 @@ import matplotlib
 
 from bench import model, report
 from sparsecomm.cli import bench
-from sparsecomm.cli.outputs import panels, pyplot, style
 from sparsecomm.quantities import bytes_text, number_text, time_text
+from sparsecomm.tools.outputs import panels, pyplot, style
 from sparsecomm.tracing.observers import PARTS
 
 MAX_ROWS = 60

@@ -32,8 +32,8 @@ from sklearn.datasets import load_digits
 
 import sparsecomm as sc
 from bench import report
-from sparsecomm.cli import options as types
 from sparsecomm.quantities import number_text
+from sparsecomm.tools import options as types
 from sparsecomm.transport import simulated
 
 Vector = NDArray[np.float32]

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from sparsecomm import config
 from sparsecomm.backends import _cpu
-from sparsecomm.cli import info
-from sparsecomm.cli.outputs import json_text
 from sparsecomm.quantities import number_text
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tools import machine
+from sparsecomm.tools.outputs import json_text
 
 MPI_SETTINGS = tuple(f"OMPI_MCA_{name}" for name in ("coll_tuned_", "btl", "pml", "mpi_yield"))
 SETTINGS = (*MPI_SETTINGS, "SPARSECOMM_", "GLOO_", "SLOW_NETWORK")
@@ -36,8 +36,8 @@ def about(program: str, arguments: list[str], ranks: int = 1, threads: int | Non
     names = ("sparsecomm", "numpy", "mpi4py", "torch")
     return {
         "command": f"{launch}python {program} {shlex.join(arguments)}".rstrip(),
-        "machine": f"{info.model()}, {os.cpu_count()} cores, {_cpu.simd()}; {threads} thread(s) per rank",
-        "versions": {name: info.version_of(name) for name in names} | {"python": platform.python_version()},
+        "machine": f"{machine.model()}, {os.cpu_count()} cores, {_cpu.simd()}; {threads} thread(s) per rank",
+        "versions": {name: machine.version_of(name) for name in names} | {"python": platform.python_version()},
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
         "date": time.strftime("%Y-%m-%d"),
     }

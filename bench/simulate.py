@@ -230,7 +230,7 @@ class _Gradient:
         self._transport.compute(self._costs.add * self._problem.n)
         return np.zeros(self.shape, _FLOAT32)
 
-    def drop(self, entries: SparseVector) -> None:
+    def record_dropped(self, entries: SparseVector) -> None:
         pass
 
 

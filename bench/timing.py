@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.cli.bench import timing
-from sparsecomm.cli.bench.timing import quiet_barrier
-from sparsecomm.cli.world import World
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tools import timing
+from sparsecomm.tools.timing import quiet_barrier
+from sparsecomm.tools.world import World
 
 
 def seconds(action: Callable[[], Any]) -> float:

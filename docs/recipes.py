@@ -14,7 +14,7 @@ import fnmatch
 import subprocess
 
 ALLOWED = {
-    "algorithm": ["sparsecomm/algorithms/*.py", "sparsecomm/algorithms/__init__.py", "sparsecomm/cli/oracles.py"],
+    "algorithm": ["sparsecomm/algorithms/*.py", "sparsecomm/algorithms/__init__.py", "sparsecomm/testing/oracles.py"],
     "wire": ["sparsecomm/wire/*.py", "sparsecomm/tensors/kinds.py", "kernels/cpu/*", "kernels/cuda/*"],
     "device": [
         "sparsecomm/backends/*/*",

@@ -122,7 +122,7 @@ def taken(gigabits: float, per_node: int) -> list[list[str]]:
     for density in (0.0001, 0.001, 0.01, 0.1, 0.3):
         queries = [choice.CostQuery(P, P // per_node, N, int(N * density), 4) for P in ranks]
         choices = [choice.decide(query, costs) for query in queries]
-        rows.append([number_text(density), *(each.algorithm.name + " *" * each.wire.packed for each in choices)])
+        rows.append([number_text(density), *(each.algorithm.name + " *" * each.wire.needs_codec for each in choices)])
     return rows
 
 

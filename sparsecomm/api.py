@@ -181,7 +181,7 @@ def realign(comm: Comm = None) -> None:
     transport = transport_of(comm)
     queue = queue_of(transport)
     queue.call(Realignment(transport))
-    queue.use_measured(None)
+    queue.plans.use_costs(None)
 
 
 @dataclass(frozen=True)

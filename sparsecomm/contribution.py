@@ -46,8 +46,8 @@ class Contribution:
     """One rank's contribution to one call.
 
     An algorithm selects entries with `topk` or `topk_of_ranges`, or takes the dense gradient with `whole`, and records
-    dropped entries with `drop`. `commit` or `rollback` ends the contribution. All other methods either succeed, or
-    raise and change nothing.
+    dropped entries with `record_dropped`. `commit` or `rollback` ends the contribution. All other methods either
+    succeed, or raise and change nothing.
 
     Attributes:
         shape, size: of the gradient.
@@ -94,8 +94,11 @@ class Contribution:
 
     @property
     def taken(self) -> SparseVector | None:
+        return self._joined(self.backend)
+
+    def _joined(self, backend: Backend) -> SparseVector | None:
         if self._parts and len(self._parts) > 1:
-            self._parts = [self.backend.concatenate_entries(self._parts)]
+            self._parts = [backend.concatenate_entries(self._parts)]
         return self._parts[0] if self._parts else None
 
     @property
@@ -175,18 +178,19 @@ class Contribution:
             self._replacement = part, backend.memory_of(dense)
         return self.concatenate([first], [begin])
 
-    def drop(self, entries: SparseVector) -> None:
+    def record_dropped(self, entries: SparseVector) -> None:
         """Record entries that this rank has dropped: rejected by a merge, or lost in rounding."""
         if self._residual is not None:
             self._dropped.append(entries)
 
-    def commit(self, result: SparseVector, *, rejects: bool = True) -> None:
+    def commit(self, result: SparseVector, *, rejects: bool = True, backend: Backend | None = None) -> None:
         """Update the residual after a successful call. If it runs out of memory, call it again to continue.
 
         Only the indices of ``result`` are used. ``rejects``: as in `Algorithm`. If false, the result plus all dropped
         entries equals the sum of all ranks' selected entries, so no index needs to be looked up in the result.
+        ``backend``: replaces the call's backend, which another call may use once this one has ended.
         """
-        residual, backend = self._residual, self.backend
+        residual, backend = self._residual, backend or self.backend
         if residual is None:
             return
         if not self._committed:
@@ -203,23 +207,27 @@ class Contribution:
             else:
                 backend.scatter_add(residual, entries)
             self._committed += 1
-        if rejects and self._committed == len(self._dropped) + 1 and (taken := self.taken) is not None:
+        if rejects and self._committed == len(self._dropped) + 1 and (taken := self._joined(backend)) is not None:
             backend.scatter_add_where(residual, taken, result, False)
         self._committed = len(self._dropped) + 2
 
-    def rollback(self) -> None:
-        """Set the residual to ``decay * residual + x``, as after a failed call. Ignored if `commit` has begun."""
+    def rollback(self, backend: Backend | None = None) -> None:
+        """Set the residual to ``decay * residual + x``, as after a failed call. Ignored if `commit` has begun.
+
+        ``backend``: as in `commit`. Then the residual must contain the gradient.
+        """
         if self._residual is None or self._committed:
             return
         self._add_gradient()
+        backend = backend or self.backend
         while self._removed:
             residual, entries = self._removed[-1]  # the residual is zero there, so adding restores it
             assert residual is not None
-            self.backend.scatter_add(residual, entries)
+            backend.scatter_add(residual, entries)
             self._removed.pop()
         if self._overwritten is not None:
-            self.backend.clear(self._residual, self._overwritten)
-            self.backend.scatter_add(self._residual, self._overwritten)
+            backend.clear(self._residual, self._overwritten)
+            backend.scatter_add(self._residual, self._overwritten)
             self._overwritten = None
 
     def _take(self, k: int) -> SparseVector:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import sparsecomm as sc
+from sparsecomm.reducer.connection import ReducerCount
 from sparsecomm.transport import simulated
 
 PER_NODE = 3
@@ -44,3 +45,8 @@ def allreduce(
         return sc.sparse_allreduce(xs[transport.rank], k, comm=transport, residual=residual, **options)
 
     return run(len(xs), program, nodes)
+
+
+def number_reducers_from_0(transport: simulated.SimulatedTransport) -> None:
+    """Number the next reducer on a transport as in a new process."""
+    transport.attached(ReducerCount).value = 0

@@ -1,6 +1,6 @@
 """The oracle of every kernel in plain NumPy, written to be read and not to be fast.
 
-The oracles of algorithms are in `sparsecomm.cli.oracles`, which `allreduce` calls.
+The oracles of algorithms are in `sparsecomm.testing.oracles`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from sparsecomm.cli.oracles import oracle
+from sparsecomm.testing import expected_sum
 
 ACCUMULATOR = {"float16": np.float32, "bfloat16": np.float32, "float32": np.float32, "float64": np.float64}
 
@@ -88,7 +88,7 @@ def dense(entries, size):
 
 def allreduce(algorithm, xs, k, nodes):
     """(indices, values) of `sparse_allreduce` of all ranks' gradients, with the node of every rank."""
-    total = oracle(algorithm)([widened(x) for x in xs], k, nodes)
+    total = expected_sum(algorithm, [widened(x) for x in xs], k, nodes)
     return select(total, np.flatnonzero(total))
 
 

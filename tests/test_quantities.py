@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsecomm import quantities
-from sparsecomm.cli import options
+from sparsecomm.tools import options
 
 TEXTS = {
     quantities.size_text: {

@@ -26,10 +26,10 @@ from bench.compare.contenders import CONTENDERS, FromZero, Ours, wrong_elements
 from bench.compare.tables import DENSE, SPARSE
 from bench.timing import Runner, Timer, Timing
 from sparsecomm.calls.measurement import measured_links
-from sparsecomm.cli.bench import available_bytes
-from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
+from sparsecomm.tools.machine import available_bytes
+from sparsecomm.tools.timing import Vectors, uninterrupted
 from sparsecomm.transport import transport_of
 from sparsecomm.wire import WIRES
 

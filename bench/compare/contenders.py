@@ -18,12 +18,12 @@ from bench.compare.baselines import Baseline, DenseMpi, DenseRing, Entries, Gtop
 from bench.timing import Runner
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.cli.bench.rows import Check
-from sparsecomm.cli.bench.timing import Clock, Vectors
-from sparsecomm.cli.devices import DEVICES
-from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.testing import expected_sum
+from sparsecomm.tools.check import Check
+from sparsecomm.tools.devices import DEVICES
+from sparsecomm.tools.timing import Clock, Vectors
 from sparsecomm.tracing.observers import Forwarding, observed
 from sparsecomm.transport import Request, Transport
 from sparsecomm.transport.base import HOST, Bytes, MessageMemory
@@ -76,7 +76,7 @@ class Selection:
     def whole(self) -> Array:
         return self._whole
 
-    def drop(self, entries: sc.SparseVector) -> None:
+    def record_dropped(self, entries: sc.SparseVector) -> None:
         pass
 
 
@@ -235,7 +235,7 @@ class Contender:
     # here or on this number of ranks
     make: Callable[[Vectors, int, str], Runner]
     times: tuple[str, ...] = ("step",)  # the actions of the runner that are timed
-    # the algorithm with the same result, see `sparsecomm.cli.oracles`; ``None`` for the dense sum
+    # the algorithm with the same result, see `sparsecomm.testing.oracles`; ``None`` for the dense sum
     oracle: str | None = None
     # tolerated error beyond rounding of sums, as a share of the sum of all ranks' largest magnitudes; ``None`` if the
     # result must be the same in every bit
@@ -342,6 +342,6 @@ def _reduced(oracle: str, selected: Sequence[tuple[Array, Array]], k: int, nodes
     vectors = [np.zeros(len(positions), values.dtype) for _, values in selected]
     for vector, (indices, values) in zip(vectors, selected, strict=True):
         vector[np.searchsorted(positions, indices)] = values
-    total = oracle_of(oracle)(vectors, k, nodes)
+    total = expected_sum(oracle, vectors, k, nodes)
     nonzero = np.flatnonzero(total)
     return positions[nonzero], total[nonzero]

@@ -30,8 +30,8 @@ from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
 from bench.labels import Label, label_points
 from bench.local_steps import CHUNK, ELEMENTS, RATES, cost_of_round
-from sparsecomm.cli.outputs import log_axis, panels, save, style
 from sparsecomm.quantities import bytes_text, number_text
+from sparsecomm.tools.outputs import log_axis, panels, save, style
 from sparsecomm.transport import Transport, simulated
 
 WIRES = {32: "packed", 8: "packed_int8", 4: "packed_int4", 2: "packed_int2", 1: "packed_sign"}

@@ -19,8 +19,8 @@ from bench.experiments.adamw_rules import GRID, Rule
 from bench.experiments.convergence.results import Results
 from bench.experiments.tasks import TASKS, weights_of
 from bench.labels import Label, label_points
-from sparsecomm.cli.outputs import log_axis, pyplot, style
 from sparsecomm.quantities import number_text, time_text
+from sparsecomm.tools.outputs import log_axis, pyplot, style
 
 # By the way to exchange: label, method of the colour, marker. The label is beside the first point, where it has room.
 SERIES = {

@@ -23,7 +23,7 @@ import numpy as np
 from bench import report
 from bench.paper import tables
 from bench.paper.models import MODELS, RANKS, RATE
-from sparsecomm.cli.bench import available_bytes
+from sparsecomm.tools.machine import available_bytes
 
 METHODS = ("ours", "gtopk", "topk", "dense")
 MARGIN = 1 << 20  # elements by which views of the gradient may be apart: see `bench.paper.worker`

@@ -32,8 +32,8 @@ from bench.timing import seconds as seconds_of
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import tune
-from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.primitives.costs import Costs
+from sparsecomm.tools.timing import Vectors, uninterrupted
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.profile import Profile
 

@@ -35,7 +35,7 @@ from bench import report
 from bench.slow_network.network import parse_rate
 from bench.utilisation import grid, tables
 from bench.utilisation.grid import Cell, Network
-from sparsecomm.cli.outputs import json_text, save
+from sparsecomm.tools.outputs import json_text, save
 
 ALL, QUICK = (3.0, 60.0), (1.0, 20.0)  # seconds that the rounds of a cell take at least, and at most
 WORKER = Path(__file__).with_name("worker.py")

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from bench import report
 from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
-from sparsecomm.cli.outputs import pyplot
 from sparsecomm.local_steps.defaults import DEFAULTS, auto_algorithm
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
+from sparsecomm.tools.outputs import pyplot
 from sparsecomm.tuning import utilisation as model
 from sparsecomm.tuning.profile import DEFAULT
 

@@ -17,7 +17,7 @@ from sparsecomm.tensors.sparse import SparseVector
 
 def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""
-    sums, counts = comm.sums(gather(comm, comm.quantized(gradient.topk(k), gradient), 0))
+    sums, counts = comm.sums(gather(comm, comm.round_and_record(gradient.topk(k), gradient), 0))
     return sums if counts is None else comm.backend.means(sums, counts.values)
 
 

@@ -60,7 +60,7 @@ def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
     def reselect(lower: SparseVector, upper: SparseVector, shard: int, num_shards: int) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
         if 2 * num_shards <= comm.size:  # in the last step, commit returns the entries that the result lacks
-            gradient.drop(rejected.shard(shard, num_shards))
+            gradient.record_dropped(rejected.shard(shard, num_shards))
         return kept
 
     return recursive_doubling(comm, gradient, gradient.topk(k), reselect, k)
@@ -77,20 +77,20 @@ def recursive_doubling(
     fold = Fold.of(comm.rank, comm.size)
     unfold = comm.size.bit_length()  # the round after the fold and the steps
     if fold.newrank < 0:
-        comm.send(comm.quantized(own, gradient), fold.partner, 0)
+        comm.send(comm.round_and_record(own, gradient), fold.partner, 0)
         return comm.receive(fold.partner, unfold, max_entries)
     if fold.partner >= 0:
         own = combine(comm.receive(fold.partner, 0), own, 0, 1)
 
     for step, peer in enumerate(fold.peers):
         mask = 1 << step  # also the number of ranks with the same entries
-        own = comm.quantized(own, gradient, fold.newrank % mask, mask)
+        own = comm.round_and_record(own, gradient, fold.newrank % mask, mask)
         theirs = comm.exchange(own, peer, peer, step + 1)
         lower, upper = (theirs, own) if fold.newrank & mask else (own, theirs)
         own = combine(lower, upper, fold.newrank % (2 * mask), 2 * mask)
 
     if fold.rem:
-        own = comm.quantized(own, gradient, fold.newrank, 1 << len(fold.peers))
+        own = comm.round_and_record(own, gradient, fold.newrank, 1 << len(fold.peers))
     if fold.partner >= 0:
         comm.send(own, fold.partner, unfold)
     return own

@@ -108,7 +108,7 @@ def _sum_everywhere(comm: Communicator, total: Array, segments: list[Array]) -> 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
     """Return the predicted seconds of a call."""
-    P, plain, nbytes = problem.P, replace(problem, packed=False), problem.n / problem.P * problem.element_bytes
+    P, plain, nbytes = problem.P, replace(problem, needs_codec=False), problem.n / problem.P * problem.element_bytes
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
     if 1 < num_nodes < P:
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once

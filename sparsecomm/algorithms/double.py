@@ -44,7 +44,7 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     if comm.size == 1:
         return gradient.topk(k)
     parts = ranges(comm.num_elements, k, num_owners(comm.size, k))
-    own = comm.quantized(sums_of_owner(comm, gradient, parts), gradient)
+    own = comm.round_and_record(sums_of_owner(comm, gradient, parts), gradient)
     gathered = gather(comm, own, ROUNDS, [(begin, end) for begin, end, _ in parts])
     for owner, (entries, (_, _, part)) in enumerate(zip(gathered, parts, strict=True)):
         if entries.nnz > part:
@@ -58,7 +58,8 @@ def sums_of_owner(comm: Communicator, gradient: Contribution, parts: Sequence[tu
     other_owners = [owner for owner in range(owners) if owner != comm.rank]
     taken = gradient.topk_of_ranges([parts[owner] for owner in other_owners])
     parcels: dict[int, Parcel] = {
-        owner: ((comm.quantized(entries, gradient),), ()) for owner, entries in zip(other_owners, taken, strict=True)
+        owner: ((comm.round_and_record(entries, gradient),), ())
+        for owner, entries in zip(other_owners, taken, strict=True)
     }
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
     count = max(part for _, _, part in parts)

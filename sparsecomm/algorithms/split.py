@@ -97,7 +97,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     owners = len(ranges)
     sums, counts = comm.sums(pieces)
     load = sum(piece.nnz for piece in pieces)
-    bounds: Bounds | None = comm.cache.get("bounds")
+    bounds = comm.cached(Bounds)
     if bounds is not None:
         low, high = (scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
         bounds = bounds._replace(low=low, high=max(high, low + 1))
@@ -128,10 +128,10 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
             winners = _winners(comm, parcels, kept, low, spare, from_quantiles=from_quantiles)
             if winners is not None:
                 for entries in dropped:
-                    gradient.drop(entries)
+                    gradient.record_dropped(entries)
                 rebalance(comm, [words[1] for _, words in parcels])
                 if bounds is not None:  # None: this rank owns no range, and lacks the bounds of the owners
-                    comm.cache["bounds"] = _next_bounds(winners, spare, bounds, comm.number, levels)
+                    comm.cache[Bounds] = _next_bounds(winners, spare, bounds, comm.number, levels)
                 return winners.sums
             doubt = min(2 * bounds.doubt, _MAX_DOUBT) if bounds is not None else 1.0
             bounds = None

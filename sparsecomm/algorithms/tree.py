@@ -30,7 +30,7 @@ Combine = Callable[[SparseVector, SparseVector], SparseVector]
 def tree(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the global top-k of this rank's and all others' gradients."""
     kept = reduce(comm, gradient, gradient.topk(k), reselecting(comm, gradient, k))
-    return broadcast(comm, comm.quantized(kept, gradient) if comm.rank == 0 else kept, k)
+    return broadcast(comm, comm.round_and_record(kept, gradient) if comm.rank == 0 else kept, k)
 
 
 def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
@@ -38,7 +38,7 @@ def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
 
     def reselect(lower: SparseVector, upper: SparseVector) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
-        gradient.drop(rejected)
+        gradient.record_dropped(rejected)
         return kept
 
     return reselect
@@ -51,7 +51,7 @@ def reduce(comm: Communicator, gradient: Contribution, own: SparseVector, combin
         if child < comm.size:
             own = combine(own, comm.receive(child, step))
     if comm.rank > 0:
-        own = comm.quantized(own, gradient)
+        own = comm.round_and_record(own, gradient)
         comm.send(own, _parent(comm), _height(comm))
     return own
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -76,6 +76,9 @@ class Segment(NamedTuple):
 
     begin: int
     tensor: Tensor
+
+
+Flags: TypeAlias = Sequence[int] | Array  # of addends that `Backend.add_first` left out, for `Backend.wait_for`
 
 
 class Addend(NamedTuple):
@@ -258,7 +261,7 @@ class Backend:
         decay: float,
         momentum: float,
         if_finite: bool,
-    ) -> tuple[int, Any]:
+    ) -> tuple[int, Flags]:
         """Add the first addends to a residual: on a GPU all of them, on a CPU one.
 
         With v as in `Addend`, sets residual = decay * residual + v, or with a velocity, velocity = momentum * velocity
@@ -275,13 +278,13 @@ class Backend:
 
     def flat(
         self, size: int, dtype: DTypeLike, addends: Sequence[Addend], if_finite: bool
-    ) -> tuple[Array, list[tuple[Sequence[int], Any]]]:
+    ) -> tuple[Array, list[tuple[Sequence[int], Flags]]]:
         """Return an array of ``size`` elements with the values of addends, not divided by units, and zeros elsewhere.
 
         Also return positions of addends, with what `wait_for` needs to find those that ``if_finite`` left out.
         """
         array, done = self.zeros(size, dtype), 0
-        flags: list[tuple[Sequence[int], Any]] = []
+        flags: list[tuple[Sequence[int], Flags]] = []
         values = [addend._replace(exponents=None) for addend in addends]
         while done < len(values):
             count, found = self.add_first(values[done:], array, None, 1.0, 0.0, if_finite)
@@ -289,7 +292,7 @@ class Backend:
             done += count
         return array, flags
 
-    def wait_for(self, vectors: Sequence[SparseVector], flags: Any = ()) -> list[int]:
+    def wait_for(self, vectors: Sequence[SparseVector], flags: Flags = ()) -> list[int]:
         """Wait, once, for the number of entries of vectors, and for the positions of addends that were left out.
 
         ``flags``: from `add_first`.

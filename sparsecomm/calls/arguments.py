@@ -80,7 +80,7 @@ def note_skipped(comm: Comm, error: BaseException) -> None:
     with suppress(BaseException):  # the caller raises the first error
         transport = existing_transport(comm)
         if transport is not None:
-            transport.skipped = type(error).__name__
+            transport.skip_reason = type(error).__name__
 
 
 def rank_of(comm: Any) -> int | None:

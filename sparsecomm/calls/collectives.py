@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from sparsecomm import backends
-from sparsecomm.backends import default_float_mode
+from sparsecomm.backends import Backend, default_float_mode
 from sparsecomm.calls.arguments import chunks_of, count_of, label_of, name_rank, note_skipped
 from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
@@ -44,7 +44,7 @@ class SumCall(Call):
         write: Callable[[SparseVector], None] | None = None,
         within: AbstractContextManager[object] | None = None,
         *,
-        commits: bool = True,
+        settles_with: Backend | None = None,
         submitted: bool = False,
     ) -> None:
         """Plan a sum. No other call of the plan may be in flight when this call is made.
@@ -53,11 +53,12 @@ class SumCall(Call):
             label: names and values that the ranks' calls must share.
             write: called with the result when the call is decided. Must be idempotent.
             within, submitted: as in `Call`.
-            commits: commit the contribution when the call is decided. Otherwise the caller must call `settle`.
+            settles_with: the backend with which the caller will commit the contribution, or roll it back, by `settle`.
+                Another call may use the plan's backend by then. ``None``: commit when the call is decided.
         """
         super().__init__(plan.transport, within, submitted=submitted)
         self.plan, self.comm, self.contribution = plan, plan.comm, contribution
-        self.label, self._write, self._unsettled = label, write, not commits
+        self.label, self._write, self._settles_with = label, write, settles_with
         self._total: SparseVector | None = None  # the sum, before it is divided for a mean
 
     @default_float_mode
@@ -66,12 +67,12 @@ class SumCall(Call):
 
         Ignored after a failed call, and if the contribution was committed or rolled back before.
         """
-        if self._unsettled and self.succeeded:
+        if self._settles_with is not None and self.succeeded:
             if usable:
-                self._commit()
+                self._commit(self._settles_with)
             else:
-                self.contribution.rollback()
-            self._unsettled = False
+                self.contribution.rollback(self._settles_with)
+            self._settles_with = None
 
     def _run(self) -> SparseVector:
         counters = self.transport.counters
@@ -98,14 +99,14 @@ class SumCall(Call):
         return self.contribution.backend.divide(total, divisor) if divisor > 1 else total
 
     def _finish(self, result: SparseVector) -> None:
-        if not self._unsettled:
+        if self._settles_with is None:
             self._commit()
         if self._write is not None:
             self._write(result)
 
-    def _commit(self) -> None:
+    def _commit(self, backend: Backend | None = None) -> None:
         assert self._total is not None
-        self.contribution.commit(self._total, rejects=self.plan.algorithm.rejects)
+        self.contribution.commit(self._total, rejects=self.plan.algorithm.rejects, backend=backend)
 
     def _roll_back(self) -> None:
         self.contribution.rollback()
@@ -241,7 +242,7 @@ def prepare(
                 raise InvalidInputError(
                     f"decay={factor!r} without a residual to multiply; pass one, or leave decay out"
                 )
-        if queue is None or plan is None:
+        if queue is None or not isinstance(plan, Plan):
             chunks = None if settings.chunk is None else chunks_of(k, settings.chunk)
             count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
             settings.check(t.dtype.name, by_chunk=chunks is not None)
@@ -302,7 +303,7 @@ class WordsGather(Call):
         self.label = label
         plans, key = queue_of(transport).plans, (self.name, len(words))
         comm = plans.find(key)
-        if comm is None:
+        if not isinstance(comm, Communicator):
             host = backends.CpuBackend()
             messages = Messages(self._signature(), transport.rank, FLOAT32.accumulator, (len(words),), host)
             comm = Communicator(transport, host, messages, PLAIN)

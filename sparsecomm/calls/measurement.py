@@ -41,12 +41,28 @@ def costs_for_steps(transport: Transport) -> KnownCosts:
     If the queue has a thread, an interrupt (Ctrl-C) ends only the wait, and the thread continues the measurement. Call
     this function again to wait for it.
     """
-    queue = queue_of(transport)
-    if queue.measuring is None and (measurement := measurement_needed(transport)) is not None:
-        queue.measuring = queue.submit(measurement)
-    if queue.measuring is not None:
-        _wait_for(queue.measuring, transport)
+    step = transport.attached(_StepMeasurement)
+    if step.handle is None and (measurement := measurement_needed(transport)) is not None:
+        step.handle = queue_of(transport).submit(measurement)
+    step.wait()
     return costs_of(transport)
+
+
+class _StepMeasurement:
+    """The measurement that `costs_for_steps` has submitted on a transport, until a wait sees its end."""
+
+    def __init__(self, _: Transport) -> None:
+        self.handle: Handle | None = None
+
+    def wait(self) -> None:
+        """Wait for the measurement, if there is one. After an interrupt it continues."""
+        handle = self.handle
+        if handle is not None:
+            try:
+                handle.wait()
+            finally:
+                if handle._outcome is not None:
+                    self.handle = None
 
 
 def costs_matter(transport: Transport, settings: SumSettings) -> bool:
@@ -72,23 +88,14 @@ def measurement_needed(transport: Transport, settings: SumSettings | None = None
     """Return the call that `costs_of` has to make, or None if costs are known or ``settings`` do not need them."""
     if settings is not None and not costs_matter(transport, settings):
         return None
-    measuring = queue_of(transport).measuring
-    if measuring is not None and _known(transport) is None:  # an interrupt ended `costs_for_steps`
+    step = transport.attached(_StepMeasurement)
+    if (handle := step.handle) is not None and _known(transport) is None:  # an interrupt ended `costs_for_steps`
         try:
-            _wait_for(measuring, transport)
+            step.wait()
         except Exception:
-            if measuring.error is None:
+            if handle.error is None:
                 raise
     return LinkMeasurement(transport) if _known(transport) is None else None
-
-
-def _wait_for(measuring: Handle, transport: Transport) -> None:
-    """Wait for the measurement of a reducer, and forget it once it is done or has failed."""
-    try:
-        measuring.wait()
-    finally:
-        if measuring._outcome is not None:  # else the wait was interrupted, and the measurement continues
-            queue_of(transport).measuring = None
 
 
 @deferred
@@ -104,11 +111,11 @@ def measured_links(transport: Transport, seconds: float) -> Links:
 
 
 def _known(transport: Transport) -> KnownCosts | None:
-    return profile.costs_for(transport.library, transport.size, transport.num_nodes) or queue_of(transport).measured
+    return profile.costs_for(transport.library, transport.size, transport.num_nodes) or queue_of(transport).plans.costs
 
 
 class LinkMeasurement(Call):
-    """Measures the links between ranks, and stores the costs in the queue. They are the same on all ranks."""
+    """Measures the links between ranks, and stores the costs with the plans. They are the same on all ranks."""
 
     label = Label.of(("call", "measurement of links, before the first sum"))
 
@@ -135,5 +142,5 @@ class LinkMeasurement(Call):
 
     def _finish(self, result: SparseVector) -> None:
         if not self._seconds:  # a measurement by a tool does not change the costs of calls
-            queue_of(self.transport).measured = self.costs
+            queue_of(self.transport).plans.costs = self.costs
         self.transport.last_success = self._last_success  # `last_call` reports sums only

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from sparsecomm.calls.collectives import gather_by_rank
 from sparsecomm.calls.label import Label
@@ -57,7 +57,7 @@ class Nodes(NamedTuple):
         return f"{len(self.ranks)} of {self.per_node} ranks"
 
 
-def check_nodes(nodes: Any) -> Any:
+def check_nodes(nodes: NodesOption) -> NodesOption:
     """Check the option ``nodes`` of a `Reducer`, and return it."""
     with suppress(*ARGUMENT_ERRORS):  # InvalidInputError too
         if nodes is False or (isinstance(nodes, str) and nodes == "auto"):

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from queue import SimpleQueue
 from threading import Lock, get_ident
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import ref
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import AT_ONCE, Backends, default_float_mode
 from sparsecomm.calls.label import Label, Pairs, difference, pack
+from sparsecomm.calls.plan import Plan
 from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_float
 from sparsecomm.config import READ_BY_PLANS, variable
 from sparsecomm.errors import (
@@ -175,7 +176,7 @@ class Call:
             if transport.number == last and not isinstance(error, InvalidInputError):
                 self._begin()
         if transport.number == last:
-            transport.skipped = type(error).__name__
+            transport.skip_reason = type(error).__name__
         with suppress(BaseException):
             if isinstance(error, CollectiveMismatchError) and error.peer is not None:
                 self._explain(error, error.peer)
@@ -255,7 +256,7 @@ class Handle:
         assert self._outcome is not None
         result, error = self._outcome
         if isinstance(error, CollectiveMismatchError) and not self._error_seen:
-            self._queue.use_measured(None)
+            self._queue.plans.use_costs(None)
         self._error_seen = True
         if error is not None:
             raise error
@@ -323,15 +324,16 @@ class Plans:
     """The latest plans of a communicator, until a setting or the registry of algorithms changes.
 
     A plan is a `Plan`, or for calls that gather words a `Communicator`. Keys that cannot be hashed or compared are not
-    stored: their arguments are checked again in every call.
+    stored: their arguments are checked again in every call. ``costs``: of the links as the ranks measured them.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, Any] = {}
+        self.costs: KnownCosts | None = None
+        self._plans: dict[Hashable, Plan | Communicator] = {}
         self._valid_for: list[object] = []  # the number of algorithms, and settings
         self.find(None)  # sets it
 
-    def find(self, key: Hashable) -> Any:
+    def find(self, key: Hashable) -> Plan | Communicator | None:
         if (now := [len(ALGORITHMS), *map(variable, READ_BY_PLANS)]) != self._valid_for:
             self._plans.clear()
             self._valid_for = now
@@ -340,7 +342,7 @@ class Plans:
         except ARGUMENT_ERRORS:
             return None
 
-    def keep(self, key: Hashable, plan: object) -> None:
+    def keep(self, key: Hashable, plan: Plan | Communicator) -> None:
         """Store a plan. If there are too many, drop the oldest one."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(list(self._plans)), None), None)
@@ -350,6 +352,14 @@ class Plans:
     def clear(self) -> None:
         self._plans.clear()
 
+    def use_costs(self, costs: KnownCosts | None) -> None:
+        """Plan later calls with these measured costs, the same on all ranks; ``None``: measure them again.
+
+        All ranks measure again after a mismatch, since one rank may have measured while another one failed.
+        """
+        self.costs = costs
+        self.clear()
+
 
 @deferred
 class CallQueue:
@@ -357,10 +367,7 @@ class CallQueue:
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.plans, self.backends = transport.rank, Plans(), Backends()
-        self.users = 0  # number of `Reducer` objects that use it
         self.observers: list[Observer] = []
-        self.measured: KnownCosts | None = None  # costs that the ranks have measured
-        self.measuring: Handle | None = None  # the measurement that a reducer has submitted
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._calling = Lock()  # held by the thread that makes calls
@@ -372,6 +379,7 @@ class CallQueue:
         self._thread = 0  # identifier of the queue's thread
         self._running = Lock()  # held by the queue's thread
         self._postponed: list[Callable[[], object]] = []  # arguments of `finish` within the current call
+        transport.close_after_calls = self.finish
         for observer in observers_of(transport):
             self.observe(transport, observer)
         _queues[:] = [known for known in _queues if known() is not None] + [ref(self)]
@@ -395,7 +403,7 @@ class CallQueue:
             self._refuse_handles(error)
             raise
         except CollectiveMismatchError:
-            self.use_measured(None)
+            self.plans.use_costs(None)
             raise
         finally:
             if self._handles:
@@ -435,14 +443,6 @@ class CallQueue:
                 ran._error_seen = True
                 raise ran.error  # Ctrl-C during an earlier call
         return handle._wait(timeout)
-
-    def use_measured(self, costs: KnownCosts | None) -> None:
-        """Plan calls with these measured costs, the same on all ranks; ``None``: measure them again.
-
-        All ranks measure again after a mismatch, since one rank may have measured while another one failed.
-        """
-        self.measured = costs
-        self.plans.clear()
 
     def refuse_within_call(self) -> None:
         """Raise `InvalidInputError` if this thread is making a call."""
@@ -550,7 +550,6 @@ class CallQueue:
 
 
 _queues: list[ref[CallQueue]] = []  # in the order in which they were made
-_creating = Lock()
 
 
 @atexit.register
@@ -564,11 +563,4 @@ def _finish() -> None:
 
 def queue_of(transport: Transport) -> CallQueue:
     """Return the call queue of a transport."""
-    found = transport.queue
-    if not isinstance(found, CallQueue):
-        with _creating:
-            if transport.queue is None:
-                transport.queue = CallQueue(transport)
-            found = transport.queue
-        assert isinstance(found, CallQueue)
-    return found
+    return transport.attached(CallQueue)

@@ -1,6 +1,7 @@
 """The command line: ``python -m sparsecomm COMMAND``, also installed as ``sparsecomm COMMAND``.
 
-To add a command, add a module and a line to `COMMANDS`.
+To add a command, add a module and a line to `COMMANDS`. Besides commands, this folder has only `launch`, which starts
+the ranks that run a command. Helpers that benchmarks use, too, are in `sparsecomm.tools`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from sparsecomm import SparseCommError, __version__
 from sparsecomm.cli import bench, info, patch, plan, selftest, trace, tune
-from sparsecomm.cli.world import Refused
+from sparsecomm.cli.launch import Refused
 from sparsecomm.transport import job
 
 # Each module has a docstring, the long help; `HELP`, one line for the list of commands; `add_arguments(parser)`; and

@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 
@@ -20,8 +20,8 @@ import numpy as np
 
 import sparsecomm
 from sparsecomm import SparseCommError
-from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.calls.arguments import rank_of
+from sparsecomm.tools.machine import kernels, processor, version_of
 from sparsecomm.transport import abi
 from sparsecomm.transport.job import launches
 
@@ -96,14 +96,6 @@ def _transport() -> str:
     return f"loads {mpi.MpiTransport.__name__} ({file}, compiled with the headers of {module.built_with})"
 
 
-def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or ``None``."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 def _cuda_driver() -> str:
     """Describe the driver, without a CUDA toolkit."""
     try:
@@ -121,26 +113,6 @@ def _cuda_driver() -> str:
         driver.cuDeviceGetName(name, len(name), device)
         names.append(name.value.decode(errors="replace"))
     return f"{text}, {count.value} GPU(s): {', '.join(names)}"
-
-
-def model() -> str:
-    """Return the name of the CPU."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def processor() -> str:
-    """Describe the CPU and the usable cores."""
-    return f"{model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
-
-
-def kernels() -> str:
-    """Describe the instruction set and the threads of the kernels."""
-    try:
-        count = CpuBackend().threads
-    except SparseCommError as error:  # a setting cannot be read
-        return str(error)
-    return f"{_cpu.simd()}, {count} thread{'s' * (count != 1)}"
 
 
 def _line(text: object) -> str:

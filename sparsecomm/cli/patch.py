@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
-from sparsecomm.cli import options
 from sparsecomm.errors import InvalidInputError, PatchError
 from sparsecomm.patches.codec import Patch, apply_to, diff_weights, read_patch
 from sparsecomm.patches.elements import DTYPES, Weight
@@ -30,6 +29,7 @@ from sparsecomm.patches.safetensors import map_weights
 from sparsecomm.patches.sources import source_of
 from sparsecomm.patches.versions import MANIFEST, MAX_MANIFEST_BYTES, parse, way
 from sparsecomm.quantities import bytes_text, number_text, percent_text
+from sparsecomm.tools import options
 
 HELP = "make, apply and describe patches of safetensors files and published weights"
 

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm.cli import devices
-from sparsecomm.cli.oracles import Vector, contributors, oracle
-from sparsecomm.cli.world import World, transport_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import ArrayDType
+from sparsecomm.testing.oracles import Vector, expected_sum, num_contributors
+from sparsecomm.tools import devices
+from sparsecomm.tools.world import World, transport_of, world
 from sparsecomm.wire import Op
 
 HELP = "check every algorithm: on this node, or on all ranks of a launcher such as mpirun"
@@ -114,12 +114,13 @@ class Checks:
         checksum = 0
         gradients, residuals = case.data(self.size)
         accumulated = gradients.astype(case.accumulator) + (residuals if case.residual else 0)
-        total = oracle(self.name)(list(accumulated), case.k, self.transport.node_of_rank)
+        total = expected_sum(self.name, list(accumulated), case.k, self.transport.node_of_rank)
         expected: dict[Op, Vector] = {"sum": total}
         if case.residual and case.content not in EXACT:
             expected["mean"] = total / self.size
             if not self.algorithm.cannot_count_contributors:
-                expected["mean_of_contributors"] = (total / contributors(list(accumulated), case.k)).astype(total.dtype)
+                divisor = num_contributors(list(accumulated), case.k)
+                expected["mean_of_contributors"] = (total / divisor).astype(total.dtype)
         for op, dense in expected.items():
             memory, what = self.memory, f"{case} op={op}"
             x, residual, out = map(

@@ -26,10 +26,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, table_head, table_line
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import bytes_text, number_text
+from sparsecomm.tools import options
+from sparsecomm.tools.outputs import Column, table_head, table_line
 from sparsecomm.tracing.events import Message, Rank, clock_offsets, late_senders, messages, read, verdicts
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.tuning.clocks import Offset

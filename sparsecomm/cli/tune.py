@@ -24,14 +24,15 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import backends
 from sparsecomm.calls.measurement import measured_links
-from sparsecomm.cli import options
-from sparsecomm.cli.bench.timing import quiet_barrier
-from sparsecomm.cli.world import World, agreed, transport_of, world
+from sparsecomm.cli.launch import agreed
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import bytes_text, number_text, rate_text
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tools import options
+from sparsecomm.tools.timing import quiet_barrier
+from sparsecomm.tools.world import World, transport_of, world
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import choice, profile
 from sparsecomm.tuning.profile import Profile

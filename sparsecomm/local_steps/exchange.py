@@ -437,7 +437,7 @@ class FragmentExchange:
                 different = None  # the words were not gathered, because a sum had failed
             self.error, self.outcome = different or raised, Outcome.FAILED
             return
-        self._sums, self.without_gradient = step.left, step.without_gradient
+        self._sums, self.without_gradient = step.sums_without_out, step.without_gradient
         self.outcome = Outcome.USABLE if step.usable else Outcome.NOT_FINITE
         self._cause = step.cause.replace("gradient", "pseudo-gradient")
         if raised is not None or (different is not None and not isinstance(different, SparseCommError)):

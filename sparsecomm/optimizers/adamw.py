@@ -145,7 +145,7 @@ class LazyAdamW:
         self.open(weights, replicated, rules)
         if missing := self.missing:
             self._begin(missing, gradients, rules, scale)
-            self._reducer.end_opening()
+            self._reducer.forget_preliminary_calls()
             if self.missing:
                 return Step(self._reducer.step, self._reducer.density, usable=False)
         for name in self.specs:
@@ -209,7 +209,7 @@ class LazyAdamW:
             squares[i], squares[-1] = math.inf if scaled >= largest[i] else scaled, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
         label = Label.of(("call", f"first moments of AdamW for {listed(sorted(names), 3)}"), *shapes)
-        call, means = self._reducer.opening_call("moments", partial(_dense_sum, squares, "mean", label))
+        call, means = self._reducer.preliminary_call("moments", partial(_dense_sum, squares, "mean", label))
         *totals, any_gradient = means.to_dense()
         if not np.isfinite(totals).all():
             bad = (name for i, name in enumerate(names) if not math.isfinite(squares[i]))
@@ -355,7 +355,7 @@ class LazyAdamW:
                     first = bucket.first + at
                     own[first : first + end - begin] = xp.where(squares > 0, unit_exponents(xp, squares, eps), old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
-            sums: Any = self._reducer.opening_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
+            sums: Any = self._reducer.preliminary_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
             with bucket.on_stream(None):
                 new, count = sums.dense[bucket.first : bucket.last], bucket.last - bucket.first
                 _use_units(bucket.residual[:count], bucket.exponents[:count], new.astype(bucket.exponents.dtype))

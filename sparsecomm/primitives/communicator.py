@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
@@ -19,13 +19,14 @@ Range = tuple[int, int]  # of indices: the first one, and the one after the last
 _LONG_DELAYS = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # a network where the number of trips matters most
 ROUNDS = 64  # maximum rounds of a gather or a broadcast, which numbers them from its ``round_no``
 _MIN_ENTRIES = 16  # minimum entries per range; for fewer entries, fewer ranks own ranges
+_T = TypeVar("_T")
 _ROUND_BITS = 20  # low bits of the round field of a header; the stage is in the bits above
 
 
 class Drops(Protocol):
     """An object that records dropped entries: a `Contribution`, or a list that is passed to one later."""
 
-    def drop(self, entries: SparseVector) -> None:
+    def record_dropped(self, entries: SparseVector) -> None:
         """Record entries that this rank has dropped."""
 
 
@@ -48,13 +49,18 @@ class Communicator:
         ``costs`` must be equal on all ranks; ``None``: a network with long delays.
         """
         self._costs = costs or _LONG_DELAYS
-        # Data that the algorithm keeps from call to call. It may differ between ranks after a call that failed on some
-        # of them, so algorithms compare it in the next call.
-        self.cache: dict[str, Any] = {}
+        # Data by class that the algorithm keeps from call to call. After a call that failed on some ranks it may differ
+        # between ranks, so algorithms compare it in the next call.
+        self.cache: dict[type, object] = {}
         self.backend = backend  # of the device of this rank's gradient
         self._transport, self._messages = transport, messages
         self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
+
+    def cached(self, kind: type[_T]) -> _T | None:
+        """Return the object of class ``kind`` in the cache, or ``None``."""
+        data = self.cache.get(kind)
+        return data if isinstance(data, kind) else None
 
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
         """Begin the next call, which `Transport.end` or `Transport.abort` must end, also after a `TransportError`.
@@ -124,7 +130,9 @@ class Communicator:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def quantized(self, entries: SparseVector, gradient: Drops, shard: int = 0, num_shards: int = 1) -> SparseVector:
+    def round_and_record(
+        self, entries: SparseVector, gradient: Drops, shard: int = 0, num_shards: int = 1
+    ) -> SparseVector:
         """Return the entries with values rounded to the wire format's kind, as other ranks receive them.
 
         Quantize all entries before sending them; quantizing twice changes nothing. If the format is exact, the same
@@ -136,7 +144,7 @@ class Communicator:
         narrow, errors = self.backend.quantize(entries, self._wire.kind)
         if num_shards > 1:
             errors = errors.at(self.backend.not_zero(errors.values)).shard(shard, num_shards)
-        gradient.drop(errors)  # shares the indices of ``entries``
+        gradient.record_dropped(errors)  # shares the indices of ``entries``
         return narrow
 
     def sums(self, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector | None]:
@@ -153,13 +161,13 @@ class Communicator:
         ``gradient`` records the rounding errors: sums - counts * rounded means.
         """
         if counts is None:
-            return self.quantized(sums, gradient)
+            return self.round_and_record(sums, gradient)
         numbers = self.backend.values_at(counts, sums)
         means = self.backend.means(sums, numbers)
         if self._wire.kind is EXACT:
             return means
         narrow, _ = self.backend.quantize(means, self._wire.kind)
-        gradient.drop(self.backend.remainder(sums, numbers, narrow))
+        gradient.record_dropped(self.backend.remainder(sums, numbers, narrow))
         return narrow
 
     def send(self, entries: SparseVector, to: int, round_no: int) -> None:

@@ -66,7 +66,7 @@ class Problem:
     entry_bytes: float = 8  # mean bytes of an entry in a message
     element_bytes: int = 4  # bytes of a dense element
     num_nodes: int | None = None  # nodes, which have equally many ranks; None: one per rank
-    packed: bool = False  # whether the time of packing and unpacking counts
+    needs_codec: bool = False  # whether the time of packing and unpacking counts
     exact_sums: bool = True  # in messages, which then show which sums are the largest; rounded sums and means do not
 
     @property
@@ -86,12 +86,12 @@ class Problem:
             fraction = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the node
             gap = fraction * costs.link.gap + (1 - fraction) * node.gap
             link = Link(costs.link.alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta, gap)
-        per_message = HEADER_BYTES * link.beta + costs.call * (3 if self.packed else 1)
+        per_message = HEADER_BYTES * link.beta + costs.call * (3 if self.needs_codec else 1)
         return Link(link.alpha + per_message, link.beta, link.gap + per_message)
 
     def codec(self, costs: Costs) -> float:
         """Return the seconds for packing and unpacking an entry; 0 if entries are not packed."""
-        return costs.codec if self.packed else 0.0
+        return costs.codec if self.needs_codec else 0.0
 
 
 def log2_ceil(P: int) -> int:

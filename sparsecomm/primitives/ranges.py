@@ -45,7 +45,7 @@ class Ranges(NamedTuple):
 class Dropped(list[SparseVector]):
     """Rounding errors of a trip, to be recorded once the trip need not be repeated."""
 
-    drop = list[SparseVector].append
+    record_dropped = list[SparseVector].append
 
 
 def scatter(
@@ -58,7 +58,7 @@ def scatter(
     """
     nothing, owners = own.part(0, 0), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
-    ranges: Ranges | None = comm.cache.get("ranges")
+    ranges = comm.cached(Ranges)
     if ranges is not None and ranges.following is not None:
         ranges = Ranges(ranges.following, ranges.made, checksum_of(ranges.following))
     for round_no in count():
@@ -76,7 +76,7 @@ def scatter(
             expected = partial(_ranges_if_equal, own_range, words[0])
             pieces = [own.part(*ends) for ends in pairwise(comm.backend.searchsorted(own, ranges.boundaries))]
             parcels = {
-                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
+                rank: ((piece if rank == comm.rank else comm.round_and_record(piece, dropped),), words)
                 for rank, piece in enumerate(pieces)
             }
         found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True, expected=expected)
@@ -96,28 +96,29 @@ def scatter(
         if samples:
             following = _balanced([words[2:] for _, words in received], own.size, comm.size, owners)
             ranges = ranges._replace(following=following)
-        comm.cache["ranges"] = ranges
+        comm.cache[Ranges] = ranges
         for entries in dropped:
-            gradient.drop(entries)
+            gradient.record_dropped(entries)
         return [vector for vectors, _ in received for vector in vectors or (nothing,)], levels
     raise AssertionError("count has no end")
 
 
 def owned_ranges(comm: Communicator, k: int) -> list[Range]:
     """Return the owners' ranges after a `scatter`."""
-    ranges: Ranges = comm.cache["ranges"]
+    ranges = comm.cached(Ranges)
+    assert ranges is not None
     return list(pairwise(ranges.boundaries[: num_owners(comm.size, k) + 1]))
 
 
 def rebalance(comm: Communicator, loads: Sequence[int]) -> None:
     """Discard the ranges if they have become much less balanced; ``loads``: number of entries of each owner."""
-    ranges: Ranges | None = comm.cache.get("ranges")
+    ranges = comm.cached(Ranges)
     if ranges is not None and ranges.following is None:
         crowding = max(1.0, max(loads) * len(loads) / max(1, sum(loads)))
         if not ranges.crowding:
-            comm.cache["ranges"] = ranges._replace(crowding=crowding)
+            comm.cache[Ranges] = ranges._replace(crowding=crowding)
         elif crowding > _CROWDED * ranges.crowding:
-            comm.cache["ranges"] = None
+            comm.cache[Ranges] = None
 
 
 def scatter_time(problem: Problem, costs: Costs) -> float:

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import unit_dtype, units
-from sparsecomm.backends.base import Addend, Segment
+from sparsecomm.backends.base import Addend, Flags, Segment
 from sparsecomm.calls.measurement import plan_costs
 from sparsecomm.calls.nodes import Nodes
 from sparsecomm.calls.plan import Plan
@@ -119,7 +119,7 @@ class Bucket:
         self._plan_key, self._plan_density = object(), 0.0
         self.last_plan: Plan | None = None  # of the latest call
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
-        self._taken: list[tuple[str, Addend]] = []  # names and what `add_taken` adds
+        self._pushed: list[tuple[str, Addend]] = []  # names and what `add_pushed` adds
         self.begin()
 
     @default_float_mode
@@ -131,14 +131,14 @@ class Bucket:
                     name, residual = next(iter(self._set_aside.items()))
                     self.residuals[name] += residual
                     del self._set_aside[name]
-        if self._taken or self._gradients is not None:  # memory ran out when the call failed
+        if self._pushed or self._gradients is not None:  # memory ran out when the call failed
             with self.on_stream(self.last_gradient):
                 self.keep_unsummed(self.backend)
-        self.missing = set(self.residuals)  # names for which `take` was not called in this step
+        self.missing = set(self.residuals)  # names for which `push` was not called in this step
         self.outs: dict[str, Tensor] = {}  # this step's outputs for sums by name
-        self.last_gradient: Tensor | None = None  # that was taken in this step
+        self.last_gradient: Tensor | None = None  # that was pushed in this step
         self._present: set[str] = set()  # names for which this rank has a gradient
-        self._flags: list[tuple[Sequence[str], Any]] = []  # names, and what `Backend.wait_for` needs
+        self._flags: list[tuple[Sequence[str], Flags]] = []  # names, and what `Backend.wait_for` needs
         self.nonfinite: set[str] = set()  # names whose gradients were dropped in this step, since they were not finite
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
@@ -162,10 +162,10 @@ class Bucket:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def take(self, spec: TensorSpec, gradient: Tensor | None, how: Addition = GRADIENT) -> None:
-        """Take a gradient; ``None``: this rank has none, and nothing changes.
+    def push(self, spec: TensorSpec, gradient: Tensor | None, how: Addition = GRADIENT) -> None:
+        """Accept a gradient; ``None``: this rank has none, and nothing changes.
 
-        `add_taken` adds it to the residual. On a CPU without `nodes`, this does so at once.
+        `add_pushed` adds it to the residual. On a CPU without `nodes`, this does so at once.
         """
         name = spec.name
         if gradient is not None:
@@ -176,7 +176,7 @@ class Bucket:
                 self._add_first((name,), (addend,))
             self.join(gradient)
             if not at_once and spec.size:
-                self._taken.append((name, addend))
+                self._pushed.append((name, addend))
             self._present.add(name)
         self.missing.discard(name)
 
@@ -187,13 +187,13 @@ class Bucket:
             self._timeline.join(last, gradient)
         self.last_gradient = gradient
 
-    def add_taken(self) -> None:
-        """Add what was taken to the residual, or with `nodes` to `unsummed`."""
+    def add_pushed(self) -> None:
+        """Add what was pushed to the residual, or with `nodes` to `unsummed`."""
         if self.nodes is not None:
             self.keep_unsummed(self.backend)
-        while self._taken:
-            names, addends = zip(*self._taken, strict=True)
-            del self._taken[: self._add_first(names, addends)]
+        while self._pushed:
+            names, addends = zip(*self._pushed, strict=True)
+            del self._pushed[: self._add_first(names, addends)]
 
     @default_float_mode
     def _add_first(self, names: Sequence[str], addends: Sequence[Addend]) -> int:
@@ -208,17 +208,17 @@ class Bucket:
     def gradients(self, backend: Backend) -> Array:
         """Return this step's gradients, not divided by units, in a flat array of all slices. Only with `nodes`."""
         if self._gradients is None:
-            names, addends = [name for name, _ in self._taken], [addend for _, addend in self._taken]
+            names, addends = [name for name, _ in self._pushed], [addend for _, addend in self._pushed]
             dtype, skip = self.accumulator.accumulator, self.settings.skip_nonfinite
             self._gradients, found = backend.flat(self.num_slices * self.length, dtype, addends, skip)
             self._flags += [([names[i] for i in which], flags) for which, flags in found if len(flags)]
-            self._taken = []
+            self._pushed = []
         return self._gradients
 
     @default_float_mode
     def keep_unsummed(self, backend: Backend) -> None:
         """Add this step's gradients to `unsummed`, because their call has failed or was not made."""
-        if self._taken or self._gradients is not None:
+        if self._pushed or self._gradients is not None:
             gradients = self.gradients(backend)
             for array in self.begin_unsummed(backend):
                 array += gradients
@@ -268,7 +268,8 @@ class Bucket:
 
     def planned(self, queue: CallQueue, density: float) -> Plan | None:
         """Return the queue's plan for calls of this bucket at ``density``, or ``None``."""
-        return queue.plans.find(self._plan_key) if self._plan_density == density else None
+        plan = queue.plans.find(self._plan_key) if self._plan_density == density else None
+        return plan if isinstance(plan, Plan) else None
 
     def plan(self, transport: Transport, queue: CallQueue, density: float) -> Plan:
         """Return the plan for calls of this bucket at ``density``. If there is none, make and store it."""
@@ -313,12 +314,12 @@ class Bucket:
         With `nodes`, the call itself adds the node's gradients to the residual.
         """
         if self.nodes is None:
-            self.add_taken()
+            self.add_pushed()
             while self.unsummed:
                 self.add_sums(self.backend, self._bounds, self.unsummed[-1], self.state[len(self.unsummed) - 1])
                 self.unsummed.pop()
             self.set_aside(self.absent())
-        elif any(addend.minuend is not None for _, addend in self._taken):  # the program may change these tensors soon
+        elif any(addend.minuend is not None for _, addend in self._pushed):  # the program may change these tensors soon
             self.gradients(self.backend)
         residual = self.backend.as_tensor(self.residual, (self.length,))
         return Contribution(plan.backend, None, residual, self.slice_shape, self.length, plan.chunks, 1.0, self._poison)

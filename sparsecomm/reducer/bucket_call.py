@@ -7,6 +7,7 @@ import time
 from itertools import compress
 
 from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.backends import Backend
 from sparsecomm.calls.collectives import SumCall
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import CallQueue
@@ -39,12 +40,13 @@ class BucketCall(SumCall):
             if bucket.device is not CPU:
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = bucket.settings.skip_nonfinite
-        super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
+        settles_with = bucket.backend if skip else None
+        super().__init__(plan, contribution, label, within=within, settles_with=settles_with, submitted=True)
         self.finite = True  # the result, on all ranks; not computed for dense sums without ``skip_nonfinite``
         self.usable = True  # whether a finite result is usable, the same on all ranks
         self.largest = 0.0  # the largest magnitude of the result, if it was computed
         self.nonfinite_here: set[str] = set()  # names of gradients that make the result not finite, on this rank
-        self.left: dict[str, SparseVector] = {}  # results of tensors without an output, by name
+        self.sums_without_out: dict[str, SparseVector] = {}  # results of tensors without an output, by name
         self.without_gradient: frozenset[str] = frozenset()  # names for which no rank has a gradient
         self._absent, self._knows_absent = frozenset(bucket.absent()), False
         self._narrow = {name: out.dtype for name, out in bucket.outs.items() if out.dtype in _NARROW}  # later, of all
@@ -116,19 +118,17 @@ class BucketCall(SumCall):
         result, bucket, start = self._result, self._bucket, time.perf_counter()
         if result is None:
             return
-        with bucket.on_stream(bucket.last_gradient):
-            self.contribution.backend = bucket.backend  # another call may use the queue's backend now
-            with bucket.side_stream():
-                super().settle(usable=usable)
-                if usable:
-                    self._mask()
-                self._result = None
+        with bucket.on_stream(bucket.last_gradient), bucket.side_stream():
+            super().settle(usable=usable)
+            if usable:
+                self._mask(bucket.backend)
+            self._result = None
         self._counters.exchange += time.perf_counter() - start
 
     def _finish(self, result: SparseVector) -> None:
         self._forget_gradients()
         super()._finish(result)
-        start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
+        start, bucket, backend = time.perf_counter(), self._bucket, self.plan.backend
         if self._skip or self.plan.algorithm is not ALGORITHMS["dense"]:
             values = result.dense if isinstance(result, DenseSum) else result.values
             self.largest = backend.largest(backend.as_tensor(values, values.shape))
@@ -138,9 +138,9 @@ class BucketCall(SumCall):
         if self._skip:
             self._result = result
         else:
-            self._mask()
+            self._mask(backend)
         self._count(result)
-        self.left = bucket.write(backend, result, self.without_gradient, self._narrow)
+        self.sums_without_out = bucket.write(backend, result, self.without_gradient, self._narrow)
         self._write_seconds = time.perf_counter() - start
 
     def _forget_gradients(self) -> None:
@@ -154,9 +154,9 @@ class BucketCall(SumCall):
         self._counters.selected += self._bucket.size if taken is None else taken
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
 
-    def _mask(self) -> None:
+    def _mask(self, backend: Backend) -> None:
         """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
-        bucket, backend = self._bucket, self.contribution.backend
+        bucket = self._bucket
         if self.plan.algorithm is ALGORITHMS["dense"] or not (bucket.settings.momentum and bucket.settings.masking):
             return  # after a dense sum momentum continues
         assert self._total is not None

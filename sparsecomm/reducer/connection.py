@@ -122,12 +122,19 @@ class Buckets:
                 self.by_name[name].fill(name, theirs)
 
 
+class ReducerCount:
+    """The number of reducers that have been connected to a transport."""
+
+    def __init__(self, _: Transport) -> None:
+        self.value = 0
+
+
 class Connection:
     """A reducer's connection to the ranks of a communicator, made when the reducer first needs them."""
 
     # After `connect` or `move`:
     queue: CallQueue  # makes the reducer's calls
-    number: int  # of this reducer among the reducers that use the queue
+    number: int  # of this reducer among the reducers on the transport
     buckets: Buckets
     nodes_note: str  # which nodes there are, for reports; "" if there is nothing to say
 
@@ -168,7 +175,7 @@ class Connection:
         words = [0, sum(spec.size for spec in specs)]  # bucket size, and elements of this rank's residuals
         if self.transport is not None:
             words = [self.buckets.bucket_bytes, sum(bucket.last - bucket.first for bucket in self.buckets.all)]
-        number = self._number_on(queue_of(transport))
+        number = self._number_on(transport)
         label = Label.of(("call", f"rebuild() of Reducer {number}"), *map(_described, specs))
         members = Members(transport, self.transport or self._comm, joining, step, words, label)
         bucket_bytes = next((member.words[0] for member in members.stay if member.words[0]), 0)
@@ -181,8 +188,7 @@ class Connection:
         ``bucket_bytes``: 0 for the default. ``keep``: copy residuals and velocities from the old buckets. ``moves``:
         `move` calls this; then groups that define nodes may be gone.
         """
-        queue = queue_of(transport)
-        number = self._number_on(queue)
+        number = self._number_on(transport)
         devices = {spec.device.kind for spec in self.specs.values()}
         try:
             nodes, note = find_nodes(transport, self.settings.nodes, devices)
@@ -197,13 +203,14 @@ class Connection:
             lag = any(bucket.units_lag for bucket in self.buckets.all)
             with self.buckets.on_current_stream():
                 buckets.fill(self.buckets.contents(), units_lag=lag)
-        queue.users = max(queue.users, number + 1)
-        self.queue, self.number, self.buckets, self.nodes_note = queue, number, buckets, note
+        reducers = transport.attached(ReducerCount)
+        reducers.value = max(reducers.value, number + 1)
+        self.queue, self.number, self.buckets, self.nodes_note = queue_of(transport), number, buckets, note
         self._comm, self.transport = comm, transport
 
-    def _number_on(self, queue: CallQueue) -> int:
-        """Return the number that this reducer has, or would get, on a queue."""
-        return self.number if self.transport is not None and self.queue is queue else queue.users
+    def _number_on(self, transport: Transport) -> int:
+        """Return the number that this reducer has, or would get, on a transport."""
+        return self.number if self.transport is transport else transport.attached(ReducerCount).value
 
     def _bucket_bytes_on(self, transport: Transport, nodes: Nodes | None) -> int:
         if self.settings.bucket_bytes is not None:

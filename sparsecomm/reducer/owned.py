@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 class _Kept:
     """Ignores rounding errors, because owners keep them in the optimizer's state."""
 
-    def drop(self, entries: SparseVector) -> None: ...
+    def record_dropped(self, entries: SparseVector) -> None: ...
 
 
 class OwnedCall(BucketCall):
@@ -153,7 +153,7 @@ class OwnedCall(BucketCall):
             exact = exact.at(nonzero)
         if comm.size == 1:
             return Outcome(exact, exact, exact.part(0, 0), step.verdict)
-        updates, jumps = comm.quantized(exact, _Kept()), step.jumps
+        updates, jumps = comm.round_and_record(exact, _Kept()), step.jumps
         if nonzero is not None:
             jumps = jumps[nonzero]
         if updates.nnz < exact.nnz:
@@ -162,7 +162,7 @@ class OwnedCall(BucketCall):
         positions = xp.flatnonzero(jumps)
         jumps, indices = jumps[positions].astype(exact.values.dtype), (positions + begin).astype(sums.indices.dtype)
         changes = SparseVector.trusted(indices, jumps, sums.size, sums.shape)
-        return Outcome(updates, updates, comm.quantized(changes, _Kept()), step.verdict)
+        return Outcome(updates, updates, comm.round_and_record(changes, _Kept()), step.verdict)
 
     def _dense(self, comm: Communicator) -> Outcome:
         """Add up gradients at their owners, and gather new weights. Two trips."""

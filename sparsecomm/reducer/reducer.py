@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar, cast
 
 from sparsecomm import transport
 from sparsecomm.calls.label import Label
@@ -31,6 +31,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 
+_Task = TypeVar("_Task", bound=Task)
 _KEEP = 1 << 21  # bytes of scratch memory that `Reducer.release_memory` keeps at least
 
 
@@ -96,7 +97,7 @@ class Reducer:
         check_options(Reducer, options)
         self._settings = ReducerSettings(density=density, skip_nonfinite=skip_nonfinite, **options)
         self._comm = comm
-        self._owner: Owner | None = None
+        self._owner: Owner | None = None  # see `own`
         self._lock = PollingLock()  # frameworks push from several threads
         self.counters = Counters()
         self._traffic: transport.TrafficCounters | None = None  # of the transport
@@ -105,9 +106,9 @@ class Reducer:
         self.weights_checked: int | None = None
         self.label = Label.of()
         self.buffers: Callable[[], Mapping[str, object]] = dict
-        self.place(tensors)
+        self.replace_tensors(tensors)
 
-    def place(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
+    def replace_tensors(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
         """Replace ``tensors``, and ``comm`` unless it is ``None``, before the first step."""
         specs = specs_of(tensors)
         for dtype in {spec.accumulator.name for spec in specs.values()}:
@@ -122,12 +123,12 @@ class Reducer:
         Needs ``skip_nonfinite``, the algorithm "auto" or "double", and gradients from `push_with`.
         """
         self._owner = owner
-        self.place(self._specs)
+        self.replace_tensors(self._specs)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
         return OpenStep(self._connection, self.counters, number, before, unsummed_before)
 
-    # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
+    # -- a step: preliminary calls, gradients, sums -------------------------------------------------------------------
 
     def check_weights(self, every: int | None, tensors: Callable[[], Mapping[str, object]]) -> None:
         """Compare weights as `sparsecomm.check_weights` does, if that is due before this step. Collective if due.
@@ -142,39 +143,39 @@ class Reducer:
             if every is None or not due or self.pending or self._connect().size == 1:
                 return
             try:
-                compare_weights(tensors(), lambda make: self.opening_call("weights", make)[0])
+                compare_weights(tensors(), lambda make: self.preliminary_call("weights", make)[0])
             except WeightMismatchError:
-                self._open.opening.clear()  # so that the next call compares again
+                self._open.preliminary.clear()  # so that the next call compares again
                 raise
             if first:
                 self._open.buffers = {n: checksum(interop.content(b, n)[1]) for n, b in self.buffers().items()}
 
-    def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
+    def preliminary_call(self, name: str, make: Callable[[transport.Transport], _Task]) -> tuple[_Task, SparseVector]:
         """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.
 
-        After an interrupt, call this again to wait for the same call. After an error, all opening calls of the step
+        After an interrupt, call this again to wait for the same call. After an error, all preliminary calls of the step
         must be made again.
         """
         with self._lock:
-            transport, opening = self._connect(), self._open.opening
-            if name not in opening:
-                task = make(transport)
-                opening[name] = self._connection.queue.submit(task), task
-            handle, task = opening[name]
+            transport, preliminary = self._connect(), self._open.preliminary
+            if name not in preliminary:
+                new = make(transport)
+                preliminary[name] = self._connection.queue.submit(new), new
+            handle, task = preliminary[name]
             try:
-                return task, handle.wait()
+                return cast(_Task, task), handle.wait()
             except BaseException:
                 if handle.error is not None:
-                    opening.clear()
+                    preliminary.clear()
                 raise
 
-    def end_opening(self) -> None:
-        """Forget the opening calls, which have all succeeded. The first gradient does this, too."""
+    def forget_preliminary_calls(self) -> None:
+        """Forget the preliminary calls, which have all succeeded. The first gradient does this, too."""
         with self._lock:
-            if "weights" in self._open.opening:
+            if "weights" in self._open.preliminary:
                 self._open.first_gradients = {} if self.weights_checked is None else None
                 self.weights_checked = self.step
-            self._open.opening.clear()
+            self._open.preliminary.clear()
 
     def go_to(self, step: int) -> None:
         """Make a step of this number next, for a program that keeps the state elsewhere."""
@@ -203,11 +204,13 @@ class Reducer:
                 into = interop.as_out(into, t, name=title)
             elif into is not None:
                 into = spec.tensor(into, f"{self._prefix}{title}", writable=True)
-            self._open.take(spec, t, into)
+            self._open.push(spec, t, into)
             self._open.start_ready()
 
     def push_with(self, name: str, x: object, how: Addition = GRADIENT) -> None:
-        """Push a value that is computed from ``x`` when it is added to the residual. The sum is in `Step.left`.
+        """Push a value that is computed from ``x`` when it is added to the residual.
+
+        The sum is in `Step.sums_without_out`.
 
         Do not change ``x`` until `wait` returns, or the call of the bucket has begun.
         """
@@ -217,7 +220,7 @@ class Reducer:
             if t is not None and how.minuend is not None and self._settings.clip is not None:
                 with bucket.on_stream(t):
                     t, how = bucket.difference(spec, how.minuend, t), GRADIENT
-            self._open.take(spec, t, how=how)
+            self._open.push(spec, t, how=how)
             self._open.start_ready()
 
     def pushed(self, name: str) -> bool:
@@ -234,8 +237,8 @@ class Reducer:
         """Wait for the sums of all tensors, and end the step. This rank has no gradient for tensors not pushed.
 
         Args:
-            accept: with ``skip_nonfinite``, decides whether finite sums are usable, from `Step.left` and the largest
-                magnitude in all sums. It must return the same on all ranks, and may be called again.
+            accept: with ``skip_nonfinite``, decides whether finite sums are usable, from `Step.sums_without_out` and
+                the largest magnitude in all sums. It must return the same on all ranks, and may be called again.
 
         Raises:
             SparseCommError: a call failed, as in `sparse_allreduce`. Its gradients are in the residuals. Sums of other
@@ -244,7 +247,7 @@ class Reducer:
         with self._lock:
             self._prepare()
             start, step = time.perf_counter(), self._open
-            step.take_rest()
+            step.push_rest()
             step.start_ready()
             error, outcome = step.settle(accept)
             next_step = self._begin(step.number + 1, None if step.unsummed else outcome, step.unsummed)
@@ -293,7 +296,7 @@ class Reducer:
             costs_matter(transport, settings.for_sums(bucket.accumulator.name)) for bucket in buckets
         ):
             costs_for_steps(transport)  # the plans of the buckets need them
-        self.end_opening()
+        self.forget_preliminary_calls()
 
     def _connect(self) -> transport.Transport:
         """Return the transport, after making the buckets if needed."""
@@ -403,7 +406,7 @@ class Reducer:
         def commit() -> None:
             self._connection.buckets = buckets
             if costs is not None:
-                self._connection.queue.use_measured(costs)
+                self._connection.queue.plans.use_costs(costs)
             self._open, self.weights_checked = self._begin(found["step"]), None
 
         has_units = bool(found["units"]) or found["slices"] is not None

@@ -122,7 +122,7 @@ REDUCER = Schema(
 
 def fields_of(connection: Connection, step: int) -> StateDict:
     """Return the fields of a reducer's state, and clear the caches of algorithms."""
-    buckets, known = connection.buckets, connection.queue.measured
+    buckets, known = connection.buckets, connection.queue.plans.costs
     for plan in (bucket.last_plan for bucket in buckets.all):
         if plan is not None:
             plan.comm.cache.clear()

@@ -24,7 +24,7 @@ from sparsecomm.tensors.interop import Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-# Returns whether a step is usable, given `Step.left` and the largest magnitude in all sums.
+# Returns whether a step is usable, given `Step.sums_without_out` and the largest magnitude in all sums.
 Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
 
 
@@ -36,9 +36,9 @@ class Step:
         number, density: the number of the step, from 0, and its density.
         usable: if False, apply nothing: a gradient was not finite on some rank (with ``skip_nonfinite``), or the step
             would make a sum, a parameter or the optimizer's state infinite.
-        left: sums that had no ``out``, by name. This rank had no gradient for these tensors, but another rank had one.
-            If another rank's ``out`` has 16-bit elements, the sum is rounded to its dtype, so that ``to_dense()``
-            returns the numbers of that ``out``.
+        sums_without_out: sums that had no ``out``, by name. This rank had no gradient for these tensors, but another
+            rank had one. If another rank's ``out`` has 16-bit elements, the sum is rounded to its dtype, so that
+            ``to_dense()`` returns the numbers of that ``out``.
         without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Do not change
             their parameters or the optimizer's state.
         nonfinite: whether a sparse sum contains NaN or infinity (without ``skip_nonfinite``), the same on all ranks.
@@ -49,7 +49,7 @@ class Step:
     number: int
     density: float
     usable: bool = True
-    left: Mapping[str, SparseVector] = field(default_factory=dict)
+    sums_without_out: Mapping[str, SparseVector] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
     nonfinite: bool = False
     cause: str = ""
@@ -82,7 +82,7 @@ class OpenStep:
         self._clips = self._settings.clip is not None
         self.pushed: dict[str, Tensor | None] = {}  # gradients by name; None for an absent gradient
         self.unsummed: tuple[str, ...] = ()  # after `settle`, names of tensors that this step did not sum
-        self.opening: dict[str, tuple[Handle, Task]] = {}  # calls before the first gradient: see `Reducer.opening_call`
+        self.preliminary: dict[str, tuple[Handle, Task]] = {}  # see `Reducer.preliminary_call`
         self.first_gradients: dict[str, int] | None = None  # checksums of gradients by name, in a first step
         self.buffers: dict[str, int] = {}  # checksums of the model's buffers by name, in a first step: see `FirstStep`
         self._first_step: tuple[Handle, FirstStep] | None = None
@@ -101,15 +101,15 @@ class OpenStep:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, how: Addition = GRADIENT) -> None:
-        """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
+    def push(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, how: Addition = GRADIENT) -> None:
+        """Accept a gradient, and the output for its sum: see `Bucket.push`. With clipping, `_add_clipped` adds it."""
         name, bucket, start = spec.name, self._connection.buckets.by_name[spec.name], time.perf_counter()
         if self.first_gradients is not None and t is not None:
             with bucket.on_stream(t):
                 if 0 < bucket.backend.largest(t) < math.inf:
                     self.first_gradients[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
         if not self._clips:
-            bucket.take(spec, t, how)
+            bucket.push(spec, t, how)
         elif t is not None:
             bucket.join(t)
         self.pushed[name] = t
@@ -117,11 +117,11 @@ class OpenStep:
             bucket.outs[name] = out
         self._counters.accumulate += time.perf_counter() - start
 
-    def take_rest(self) -> None:
+    def push_rest(self) -> None:
         """Record that this rank has no gradient for tensors that were not pushed."""
         for name, spec in self._specs.items():
             if name not in self.pushed:
-                self.take(spec, None)
+                self.push(spec, None)
 
     def _add_clipped(self) -> None:
         """Clip and add all gradients of this step. After an interrupt, add the rest."""
@@ -138,7 +138,7 @@ class OpenStep:
             factor = max_norm / norm
         for name, t in self.pushed.items():
             if name in by_name[name].missing:
-                by_name[name].take(self._specs[name], t, Addition(factor))
+                by_name[name].push(self._specs[name], t, Addition(factor))
         self._counters.accumulate += time.perf_counter() - start
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class OpenStep:
         usable = finite or not skips
         if self.unsummed and skips:  # no call has committed yet, so the whole step fails
             self.unsummed = names
-        left = {name: part for _, call in self._calls for name, part in call.left.items()}
+        left = {name: part for _, call in self._calls for name, part in call.sums_without_out.items()}
         if usable and skips and accept is not None and not self.unsummed:
             usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
         usable = usable and all(call.usable for _, call in self._calls)
@@ -204,12 +204,12 @@ class OpenStep:
 
     def abandon(self) -> None:
         """End the step. Gradients of calls that were not made are in the residuals."""
-        self.take_rest()
+        self.push_rest()
         if self._clips:
             self._add_clipped()
         for bucket in self._buckets[len(self._calls) :]:
             with bucket.on_stream(bucket.last_gradient):
-                bucket.add_taken()
+                bucket.add_pushed()
         self.settle()
 
 

@@ -117,7 +117,7 @@ class GradientExchange(TrainedParameters):
                     "state.bind(model.named_parameters())"
                 )
             tensors = {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
-            self._reducer.place(tensors, self.connect())
+            self._reducer.replace_tensors(tensors, self.connect())
             self._reducer.buffers = partial(buffers_of, self.model)
             self.connected = True
         return self._reducer

@@ -59,16 +59,18 @@ class TrainedParameters:
 
     def connect(self) -> Transport:
         """Return the transport. With DTensors, first compare the ranks' shards, which is collective."""
-        comm = transport_of(self.comm)
+        transport = transport_of(self.comm)
         shards = [_describe(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
-        if shards and comm.size > 1:
+        if shards and transport.size > 1:
             try:
-                queue_of(comm).call(WordsGather(comm, [], Label.of(("call", "comparison of shards"), *shards)))
+                queue_of(transport).call(
+                    WordsGather(transport, [], Label.of(("call", "comparison of shards"), *shards))
+                )
             except CollectiveMismatchError as error:
                 raise CollectiveMismatchError(
                     f"{error}. The ranks of comm hold different shards; pass ranks that hold the same: {_HYBRID}"
                 ) from error
-        return comm
+        return transport
 
     def with_frozen(self, tensors: Mapping[str, object]) -> dict[str, object]:
         """Return ``tensors`` and the frozen parameters that are whole and readable: all that must be equal."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from threading import Lock
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -31,6 +33,8 @@ MAX_CONTENTS_BYTES = 200_000  # maximum size of the contents passed to `Transpor
 
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 Mismatch = Callable[[bytes, int], SparseCommError]
+_T = TypeVar("_T")
+_attaching = Lock()
 
 
 class MessageMemory:
@@ -163,8 +167,23 @@ class Transport(ABC):
     threaded = False  # whether one thread may make calls while other threads use the same library
     # The name of the error that kept this rank from beginning a call. It may be one call behind the other ranks. Empty
     # if there was none since its last successful call.
-    skipped = ""
-    queue: Any = None  # the `CallQueue` of the layer above; None before the first call
+    skip_reason = ""
+    # Closes the transport with the function passed, after the calls in flight; None if no upper layer makes calls.
+    close_after_calls: Callable[[Callable[[], object]], object] | None = None
+    _attached: Mapping[Callable[[Transport], object], object] = MappingProxyType({})
+
+    def attached(self, kind: Callable[[Transport], _T]) -> _T:
+        """Return the object of class ``kind`` that belongs to this transport, and make it on first use.
+
+        Upper layers keep here what lives as long as the transport, such as its queue of calls.
+        """
+        attached = self._attached.get(kind)
+        if attached is None:
+            with _attaching:
+                if kind not in self._attached:
+                    self._attached = {**self._attached, kind: kind(self)}
+                attached = self._attached[kind]
+        return attached  # type: ignore[return-value]
 
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""

@@ -169,7 +169,7 @@ class FailureDetector(Transport):
         """Raise if other ranks have already left this call. Subclasses first discard messages of earlier calls."""
         if self._control or self._unreadable or self._rounds:
             self._check_leavers()
-        if self.skipped:
+        if self.skip_reason:
             deadline = self.clock() + _SKIPPED_WAIT
             while (remaining := deadline - self.clock()) > 0:
                 self._pause(remaining)
@@ -180,7 +180,7 @@ class FailureDetector(Transport):
             self.timeout, self._timeout_text = config.timeout(), text
 
     def end(self) -> None:
-        self._in_call, self.skipped, self.last_success = False, "", self.number
+        self._in_call, self.skip_reason, self.last_success = False, "", self.number
 
     def abort(self, error: BaseException) -> None:
         if self._in_call:
@@ -189,11 +189,11 @@ class FailureDetector(Transport):
             self._in_call = False
 
     def close(self) -> None:
-        """Close the transport after the calls in its queue have ended."""
-        if self.queue is None:
+        """Close the transport after the calls in flight have ended."""
+        if self.close_after_calls is None:
             self._close()
         else:
-            self.queue.finish(self._close)
+            self.close_after_calls(self._close)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -329,11 +329,11 @@ class FailureDetector(Transport):
                     f"{message.reason[1]}"
                 )
             if message.number == self.number and message.kind != WAITING:
-                if self.skipped:
+                if self.skip_reason:
                     self._out_of_step = True
                     raise CollectiveMismatchError(
                         f"rank {self.rank} begins call {self.number}, which rank {message.rank} has already left: rank "
-                        f"{self.rank} skipped an earlier call ({self.skipped}) and is behind. {_HOW_TO_REALIGN}"
+                        f"{self.rank} skipped an earlier call ({self.skip_reason}) and is behind. {_HOW_TO_REALIGN}"
                     )
                 self._others_informed = True
                 self._received_reason = message
@@ -395,7 +395,7 @@ class FailureDetector(Transport):
     def realign(self) -> None:
         self._check_usable()
         self._read_timeout()
-        self._in_call, self.skipped = False, ""
+        self._in_call, self.skip_reason = False, ""
         others = [rank for rank in range(self.size) if rank != self.rank]
         deadline = self.clock() + self.timeout
         self._receive_control(0.0)

@@ -34,7 +34,9 @@ class CostQuery:
         vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.value_bytes}"))
         entry_bytes = wire.bytes_per_entry(self.k, vector)
         exact_sums = wire.kind is EXACT and not self.contributors
-        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed, exact_sums)
+        return Problem(
+            self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.needs_codec, exact_sums
+        )
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,13 @@ class Wire(ABC):
         name: the value of ``wire=``.
         code: its number in message headers.
         kind: kind of its values. Unless it is `EXACT`, `Backend.quantize` rounds values before encoding.
-        packed: whether the cost model counts the time of encoding and decoding.
+        needs_codec: whether the cost model counts the time of encoding and decoding.
     """
 
     name: str
     code: int
     kind: ValueKind
-    packed: ClassVar[bool] = True
+    needs_codec: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         WIRE_NAMES[self.code] = self.name
@@ -87,7 +87,7 @@ class Plain(Wire):
     8 bytes per entry for float32 gradients of fewer than 2^31 elements.
     """
 
-    packed = False
+    needs_codec = False
 
     def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
         indices, values = entries.indices, entries.values

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.algorithms import inner_algorithms
 from sparsecomm.calls.label import Label
-from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.primitives.costs import Costs, Link, Problem
+from sparsecomm.testing import expected_sum, num_contributors
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
@@ -37,7 +37,7 @@ every_size = pytest.mark.parametrize("P", RANKS)
 more_sizes = pytest.mark.parametrize("P", [*RANKS, exhaustive(31), exhaustive(32), exhaustive(33)])
 
 
-def expected_sum(
+def expected_result(
     algorithm: str, accumulated: list[np.ndarray], k: int, chunk: int | None, nodes: list[int]
 ) -> np.ndarray:
     """Return the sum that an algorithm finds; ``accumulated``: residual + x of every rank."""
@@ -45,7 +45,7 @@ def expected_sum(
     if chunk is not None and algorithm != "dense":
         accumulated = [reference.dense(reference.topk_by_chunk(v, k, chunk), n) for v in accumulated]
         k = sum(min(k, chunk, n - begin) for begin in range(0, n, chunk))
-    return oracle(algorithm)(accumulated, k, nodes)
+    return expected_sum(algorithm, accumulated, k, nodes)
 
 
 @pytest.mark.covering(2)
@@ -79,11 +79,11 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
         # The second step finds the residuals of the first. Half of a whole number is exact, too.
         for decay in (0.5 if rule.name != "dense" else 1.0, 1.0):
             before = [reference.accumulated(x, r, decay) for x, r in zip(xs, residuals, strict=True)]
-            divisor = {"sum": lambda: 1, "mean": lambda: P}.get(op, lambda: contributors(before, k))()  # noqa: B023
+            divisor = {"sum": lambda: 1, "mean": lambda: P}.get(op, lambda: num_contributors(before, k))()  # noqa: B023
             results = [r.to_dense() for r in allreduce(xs, k, residuals, nodes, decay=decay, **options)]
             assert all(data.same_bits(result, results[0]) for result in results)
             if wire not in NARROW:
-                wanted = expected_sum(algorithm, before, k, chunk, nodes)
+                wanted = expected_result(algorithm, before, k, chunk, nodes)
                 np.testing.assert_array_equal(results[0], (wanted / divisor).astype(wanted.dtype))
             if rule.bounded_result and rule.rejects:
                 outside = results[0] == 0

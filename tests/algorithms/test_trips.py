@@ -12,12 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
+from sparsecomm.algorithms.split import Bounds
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import UNLABELLED
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Link, Problem
+from sparsecomm.primitives.ranges import Ranges
+from sparsecomm.testing import expected_sum, num_contributors
 from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.algorithms.comparison import WordsComparison
@@ -124,12 +126,12 @@ def test_ranks_agree_in_few_trips(kind: type[WordsGather], expected: int, P: int
     assert max(result.seconds for result in results) <= expected
 
 
-def expected_sum(gradients: list[np.ndarray], k: int, options: SplitVariant) -> np.ndarray:
+def expected_result(gradients: list[np.ndarray], k: int, options: SplitVariant) -> np.ndarray:
     """Return the dense result by plain NumPy."""
     widened = [reference.widened(x) for x in gradients]
-    total = oracle(options["algorithm"])(widened, k, range(len(widened)))
+    total = expected_sum(options["algorithm"], widened, k, range(len(widened)))
     if options.get("op") == "mean_of_contributors":
-        total = total / contributors(widened, k).astype(total.dtype)
+        total = total / num_contributors(widened, k).astype(total.dtype)
     return reference.canonical(total) + 0
 
 
@@ -146,11 +148,10 @@ def gradients_of(step: tuple[str, float, bool, int], n: int, P: int) -> list[np.
     return made
 
 
-def kept_of(transport: simulated.SimulatedTransport) -> dict[str, Any]:
+def kept_of(transport: simulated.SimulatedTransport) -> dict[type, object]:
     """Return what the only plan of a transport keeps for its algorithm."""
     (plan,) = queue_of(transport).plans._plans.values()
-    kept: dict[str, Any] = plan.comm.cache
-    return kept
+    return plan.comm.cache
 
 
 @pytest.mark.parametrize("variant", ["split", "split:2", "means", "ssar"])
@@ -161,11 +162,11 @@ def test_whatever_ranks_remember_the_result_is_the_oracles(variant: str, P: int)
     """
     options = SPLITS[variant]
     sizes = st.one_of(st.integers(1, 400), st.just(3000))
-    memories = st.tuples(st.integers(0, P - 1), st.sampled_from(["ranges", "bounds", "old"]))
+    memories = st.tuples(st.integers(0, P - 1), st.sampled_from([Ranges, Bounds, None]))  # None: what it knew at first
 
     @settings(max_examples=20 if P < 9 else 3)
     @given(sizes, st.data(), st.lists(steps, min_size=2, max_size=5), st.lists(memories, max_size=3))
-    def calls(n: int, draw: st.DataObject, sequence: list[Any], losses: list[tuple[int, str]]) -> None:
+    def calls(n: int, draw: st.DataObject, sequence: list[Any], losses: list[tuple[int, type | None]]) -> None:
         k = draw.draw(data.counts(n))
         given = [gradients_of(step, n, P) for step in sequence]
         if variant == "means":  # a mean that rounds to zero is left out, and the next one wins in its place
@@ -179,13 +180,13 @@ def test_whatever_ranks_remember_the_result_is_the_oracles(variant: str, P: int)
                     kept = kept_of(transport)
                     for rank, what in losses:
                         if rank == transport.rank:
-                            kept.update(before if what == "old" else {what: None})
+                            kept.update(before if what is None else {what: None})
                 found.append(sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options).to_dense() + 0)
                 before = before or dict(kept_of(transport))
             return found
 
         with np.errstate(all="ignore"):
-            wanted = [expected_sum(xs, k, options) for xs in given]
+            wanted = [expected_result(xs, k, options) for xs in given]
             for found in run(P, program):
                 for mine, its in zip(found, wanted, strict=True):
                     assert data.same_bits(mine, its)

@@ -21,10 +21,11 @@ from sparsecomm.algorithms import ALGORITHMS, inner_algorithms
 from sparsecomm.backends import Backend
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
-from sparsecomm.cli import main
-from sparsecomm.cli import world as launch
-from sparsecomm.cli.bench import rows, timing
-from sparsecomm.cli.outputs import pyplot, style
+from sparsecomm.cli import launch, main
+from sparsecomm.cli.bench import rows
+from sparsecomm.tools import timing
+from sparsecomm.tools.check import Check
+from sparsecomm.tools.outputs import pyplot, style
 from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
@@ -201,7 +202,7 @@ def test_what_the_check_finds() -> None:
         (out, [({}, 0), ({}, 0), (kept, 1)]),  # the residual is that of the first call
         (out, [(less | kept, 3)]),  # `out`, an entry, and the sum
     ):
-        checking = rows.Check(Alone(), given, expected)
+        checking = Check(Alone(), given, expected)
         assert [checking.wrong(**right | changed) for changed, _ in calls] == [wrong for _, wrong in calls]
 
 
@@ -307,7 +308,7 @@ FAULTY = """
 import os, signal, sys
 from mpi4py import MPI
 from sparsecomm.cli import main
-from sparsecomm.cli.bench.timing import Ours
+from sparsecomm.tools.timing import Ours
 right = Ours.step
 def wrong(self):
     result = right(self)

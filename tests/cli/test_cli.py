@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.cli import main
-from sparsecomm.cli import world as launch
+from sparsecomm.cli import launch, main
 from sparsecomm.transport.abi import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT, torchrun
 from tests.thinning import exhaustive
@@ -198,7 +197,7 @@ def test_cuda_aware(
 FAULTS = {
     "wrong values": "v = s.values.copy(); v[-1:] *= 2; return SV.trusted(s.indices, v, s.size, s.shape)",
     "wrong indices": "return s.part(0, s.nnz - 1) if s.nnz > 1 else s",
-    "gradient was lost": "gradient.drop(s.part(0, 1)); return s",
+    "gradient was lost": "gradient.record_dropped(s.part(0, 1)); return s",
     "TransportError: deliberate": "raise sc.TransportError('deliberate')",
 }
 BROKEN = """

@@ -101,6 +101,12 @@ def test_a_guide_runs_word_for_word(page: str, tmp_path: Path) -> None:
     runner.run_pages(ROOT / "docs" / "guides" / f"{page}.md")
 
 
+def test_the_guide_to_testing_runs_word_for_word(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, environment())
+    runner.run_pages(ROOT / "docs" / "guides" / "testing.md")
+    assert len(runner.ran) == 1
+
+
 EXTENDING = sorted((ROOT / "docs" / "extending").glob("*.md"))
 IN_MAKE_TEST = [page if page.stem == "framework" else exhaustive(page) for page in EXTENDING]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsecomm.cli import main, selftest
-from sparsecomm.cli.devices import DEVICES
+from sparsecomm.tools.devices import DEVICES
 from tests.emulator.arrays import DeviceArray
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use

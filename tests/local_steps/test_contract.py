@@ -13,7 +13,7 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.local_steps.adapters import ADAPTERS, OnArrays
 from tests.local_steps.programs import DTYPES, SHAPES, Oracle, initial, left_out, nothing_frozen, some_frozen
-from tests.ranks import run
+from tests.ranks import number_reducers_from_0, run
 from tests.reducer.programs import bits
 
 TWO = (("f", "a"), ("b", "c", "d", "e"))
@@ -114,7 +114,7 @@ def test_slow_late_and_resumed_ranks_do_what_they_do_with_arrays(delay: int) -> 
                 state, values = pickle.loads(pickle.dumps(mine.local.state_dict())), mine.values()
                 values = {name: array.copy() for name, array in values.items()}
                 mine.finish()  # the state must not see it
-                transport.queue.users = 0  # as in a new process
+                number_reducers_from_0(transport)  # as in a new process
                 mine, stops = new(), False
                 mine.write(values)
                 mine.local.load_state_dict(state)

@@ -16,7 +16,7 @@ import sparsecomm as sc
 from sparsecomm.local_steps import deadline
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import PLAIN, left_out
-from tests.ranks import run
+from tests.ranks import number_reducers_from_0, run
 from tests.reducer.programs import bits
 
 SHAPES = {"a": (40,), "b": (6, 5), "c": (0,)}
@@ -89,7 +89,7 @@ def test_a_state_with_an_exchange_for_which_the_rank_was_late() -> None:
                 assert len(state["exchanges"]) == 1
                 assert state["late"] == [[0, 2]] * transport.rank
                 local.finish({"x": x["x"].copy()})
-                transport.queue.users = 0  # as in a new process
+                number_reducers_from_0(transport)  # as in a new process
                 local = sc.LocalSteps({"x": np.zeros(40)}, 0.5, comm=transport, **options)
                 local.load_state_dict(state)
         return bits(x), bits(local.global_parameters())

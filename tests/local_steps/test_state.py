@@ -13,7 +13,7 @@ from sparsecomm.transport import simulated
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.local_steps.programs import Arrays, initial, made, move, some_frozen, train
-from tests.ranks import run
+from tests.ranks import number_reducers_from_0, run
 from tests.reducer.programs import bits
 from tests.stress.states import digest
 
@@ -47,7 +47,7 @@ def test_a_run_that_resumes_from_any_local_step_is_bit_identical(P: int, options
                 state, stop = pickle.loads(pickle.dumps(local.state_dict())), None
                 parameters = {name: values.copy() for name, values in parameters.items()}
                 local.finish({name: values.copy() for name, values in parameters.items()})  # must not change the state
-                transport.queue.users = 0  # as in a new process
+                number_reducers_from_0(transport)  # as in a new process
                 local = nesterov(transport, initial(), **options)
                 local.load_state_dict(state)
                 assert digest(local.state_dict()) == digest(state)
@@ -67,7 +67,7 @@ def test_the_schedule_may_change_between_rounds() -> None:
         local = made(transport, parameters, sync_every=2)
         train(local, parameters, transport.rank, 1, 4)
         state = local.state_dict()
-        transport.queue.users = 0
+        number_reducers_from_0(transport)
         longer = made(transport, parameters, sync_every=3)
         longer.load_state_dict(state)
         return [bool(names) for names in train(longer, parameters, transport.rank, 5, 10)], longer.round

@@ -1031,7 +1031,7 @@ def test_ranks_that_are_a_step_apart_go_on_together(behind: int, layout: str) ->
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("dense_steps", [0, 3])
 @pytest.mark.parametrize("layout", ["00", "0011"])
-def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(
+def test_ranks_of_which_one_has_not_finished_a_preliminary_call_go_on_together(
     dense_steps: int, behind: int, layout: str
 ) -> None:
     """That rank has no moments yet, or after dense steps still has the old units."""
@@ -1047,7 +1047,7 @@ def test_ranks_of_which_one_has_not_finished_an_opening_call_go_on_together(
             adamw._refresh_units(rules)
         else:
             adamw._begin(adamw.missing, gradients(0, transport.rank), rules, 1.0)
-        optimizer.reducer.end_opening()
+        optimizer.reducer.forget_preliminary_calls()
         assert (bucket.exponents != before[0]).any()
         if transport.rank == behind:
             bucket.exponents[:], bucket.residual[:] = before

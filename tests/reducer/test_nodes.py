@@ -41,7 +41,8 @@ def given_to(rank: int, step: int, absent: dict[str, list[int]], shapes: dict[st
 
 def dense_of(step: sc.Step, shapes: dict[str, tuple[int, ...]]) -> Arrays:
     """The sums that were not written, as dense arrays; zeros for tensors without a gradient."""
-    return {n: step.left[n].to_dense() if n in step.left else np.zeros(s, np.float32) for n, s in shapes.items()}
+    sums = step.sums_without_out
+    return {n: sums[n].to_dense() if n in sums else np.zeros(s, np.float32) for n, s in shapes.items()}
 
 
 def stepped(reducer: sc.Reducer, gradients: Arrays, shapes: dict[str, tuple[int, ...]]) -> Arrays:

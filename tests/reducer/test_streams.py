@@ -57,7 +57,9 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
             if cuda and not wander:
                 cuda.synchronize()
             found.append((done.usable, bits(mine)))  # the sums, which are there when `wait` returns
-            left = {name: (np.array(part.indices), np.array(part.values)) for name, part in done.left.items()}
+            left = {
+                name: (np.array(part.indices), np.array(part.values)) for name, part in done.sums_without_out.items()
+            }
             found.append({name: bits(dict(enumerate(part))) for name, part in left.items()})
             elsewhere()
             found.append({name: np.array(reducer.residual(name)).tobytes() for name in SHAPES})

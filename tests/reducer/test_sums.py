@@ -11,8 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.cli.oracles import contributors
 from sparsecomm.reducer.bucket import Addition
+from sparsecomm.testing import num_contributors
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
@@ -122,8 +122,8 @@ def check_step(seen: tuple[Seen, ...], options: dict[str, Any]) -> None:
     for each, present in zip(seen, has, strict=True):
         assert each.step.usable
         assert each.step.without_gradient == nowhere
-        assert each.step.left.keys() == SENT - present - nowhere - each.outs.keys()
-        result = {name: part.to_dense() for name, part in each.step.left.items()}
+        assert each.step.sums_without_out.keys() == SENT - present - nowhere - each.outs.keys()
+        result = {name: part.to_dense() for name, part in each.step.sums_without_out.items()}
         for name, out in each.outs.items():
             if name in nowhere:
                 assert (out == 7).all()
@@ -217,7 +217,7 @@ def test_a_mean_of_contributors_is_the_sum_divided_by_their_number(
             held = [result[step][0][name].reshape(-1) for result in results]
             k = max(1, round(density * np.prod(shape))) if np.prod(shape) else 1
             total_, mean = (results[0][step][part][name].reshape(-1) for part in (1, 2))
-            counts = np.float32(P) if name in whole else contributors(held, k)
+            counts = np.float32(P) if name in whole else num_contributors(held, k)
             if not extra or name in whole:
                 np.testing.assert_array_equal(mean, (total_ / counts).astype(np.float32))
             np.testing.assert_array_equal(mean != 0, total_ != 0)
@@ -251,8 +251,8 @@ def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], n
                 with pytest.raises(sc.InvalidInputError, match="was pushed in step"):
                     parted.push_with(name, its, how)
             done = parted.wait()
-            assert (done.usable, done.left.keys()) == (wanted.usable, {n for n in after if after[n].size})
-            for name, entries in done.left.items():
+            assert (done.usable, done.sums_without_out.keys()) == (wanted.usable, {n for n in after if after[n].size})
+            for name, entries in done.sums_without_out.items():
                 np.testing.assert_array_equal(entries.to_dense(), pushed[name])
             for name in after:
                 np.testing.assert_array_equal(whole.residual(name), parted.residual(name))
@@ -282,7 +282,7 @@ def test_types_and_tensors_without_elements_share_no_call() -> None:
         assert reducer.residual("d").shape == (0, 3)
         nothing = sc.Reducer({"empty": np.zeros((0, 3), np.float32)}, comm=transport)
         nothing.push("empty", np.zeros((0, 3), np.float32))
-        assert nothing.wait().left == {}
+        assert nothing.wait().sums_without_out == {}
         assert nothing.wait().number == 1
         assert nothing.state_dict()["residuals"]["empty"].shape == (0, 3)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm.algorithms import find, inner_algorithms
-from sparsecomm.cli.oracles import contributors, oracle
+from sparsecomm.testing import expected_sum, num_contributors
 from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, WIRES
 from tests import data
 from tests.reference import canonical, widened
@@ -132,7 +132,7 @@ class Case:
     def divisor(self) -> Any:
         """What sums are divided by."""
         if self.op == MEAN_OF_CONTRIBUTORS:
-            return contributors(self.accumulated, self.k)
+            return num_contributors(self.accumulated, self.k)
         return self.P if self.op == "mean" else 1
 
     def total(self, name: str) -> Vector | None:
@@ -140,7 +140,7 @@ class Case:
         if self.wire.removeprefix("packed_") != self.wire and not name.startswith("dense"):
             return None
         with np.errstate(all="ignore"):
-            return canonical(oracle(name)(self.accumulated, self.k, self.nodes))
+            return canonical(expected_sum(name, self.accumulated, self.k, self.nodes))
 
 
 # -- the call ---------------------------------------------------------------------------------------------------------

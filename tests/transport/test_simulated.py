@@ -56,7 +56,7 @@ class SimulatedRanks(conformance.Ranks):
     def barrier(self) -> None:
         self._here.append(self.transport)
         if len(self._here) < self.size:
-            self.transport._world.scheduler.sleep()
+            self.transport._world.scheduler.sleep(self.transport.rank)
         else:
             for other in self._here[:-1]:
                 self.transport._world.scheduler.wake(other.rank, self.transport.seconds)

@@ -41,7 +41,7 @@ from bench.experiments.convergence.tables import tables
 from bench.experiments.convergence.training import METHODS, Setting, equal_density
 from bench.experiments.grid import in_processes
 from bench.experiments.tasks import TASKS
-from sparsecomm.cli import options as types
+from sparsecomm.tools import options as types
 from sparsecomm.wire import WIRES
 
 TABLE_WIDTH = 180

@@ -14,8 +14,8 @@ from bench.experiments.convergence.tables import amount
 from bench.experiments.convergence.training import METHODS
 from bench.experiments.tasks import TASKS
 from bench.labels import Label, label_points
-from sparsecomm.cli.outputs import log_axis, pyplot, save, style
 from sparsecomm.quantities import bytes_text, time_text
+from sparsecomm.tools.outputs import log_axis, pyplot, save, style
 
 FAR = {"accuracy": 10.0, "loss": 0.6}  # percent, nats: larger differences to dense are outside the plot
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from sparsecomm.backends.adamw import AdamWPart, AdamWStep
-from sparsecomm.backends.base import SQUARES_TILE, Addend, Segment, sum_of_tiles
+from sparsecomm.backends.base import SQUARES_TILE, Addend, Flags, Segment, sum_of_tiles
 from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Operand, ceil_div
 from sparsecomm.backends.cuda.modules import bucket_definitions
 from sparsecomm.backends.cuda.runtime import Launch, fetch
@@ -44,7 +44,7 @@ class BucketWork(ExecutionContext):
         decay: float,
         momentum: float,
         if_finite: bool,
-    ) -> tuple[int, Any]:
+    ) -> tuple[int, Flags]:
         real, flags = residual.dtype, self.zeros(len(addends), np.uint32) if if_finite else None
         given, tiles = self._sources(addends)
         given["flags"] = flags
@@ -54,9 +54,9 @@ class BucketWork(ExecutionContext):
         self.start(*check, self._by_tile("add_addends", tiles, real, given))
         return len(addends), () if flags is None else flags
 
-    def wait_for(self, vectors: Sequence[SparseVector], flags: Any = ()) -> list[int]:
+    def wait_for(self, vectors: Sequence[SparseVector], flags: Flags = ()) -> list[int]:
         unknown = [vector for vector in vectors if isinstance(vector, CountedVector) and vector.host_count is None]
-        arrays = [vector.counter for vector in unknown] + ([flags] if len(flags) else [])
+        arrays = [vector.counter for vector in unknown] + ([cast(Array, flags)] if len(flags) else [])
         if not arrays:
             return []
         words = fetch(self.runtime, *[(self.runtime.address(array), array.nbytes) for array in arrays])

@@ -16,28 +16,28 @@ import argparse
 import math
 import os
 import platform
-import re
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import product
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.cli import devices, info, options, outputs
 from sparsecomm.cli.bench.rows import Bench, Row
-from sparsecomm.cli.bench.timing import CommonStart
-from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
-from sparsecomm.cli.world import World, agreed, launcher, start, transport_of, world
+from sparsecomm.cli.launch import agreed, launcher, start
 from sparsecomm.errors import InvalidInputError, SparseCommError, pip_install
 from sparsecomm.quantities import number_text, size_text, time_text
 from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.tools import devices, options, outputs
+from sparsecomm.tools.machine import available_bytes, kernels, processor, version_of
+from sparsecomm.tools.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
+from sparsecomm.tools.timing import CommonStart
+from sparsecomm.tools.world import World, transport_of, world
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.wire import EXACT, WIRES
 
@@ -130,15 +130,6 @@ def check_memory(grid: argparse.Namespace, ranks: int, local: int, available: in
             f"of memory, {size_text(needed)} per rank; available are {size_text(available)}. Take a smaller -e"
             + (", or leave out -c." if grid.check else ".")
         )
-
-
-def available_bytes() -> int | None:
-    """Return Linux's estimate of the bytes that are available for new allocations."""
-    try:
-        match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return 1024 * int(match[1]) if match else None
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -250,13 +241,13 @@ def _header(grid: argparse.Namespace, comm: World) -> dict[str, Any]:
     return {
         "sparsecomm": sc.__version__,
         "command": shlex.join(["sparsecomm", *grid.line]),
-        "machine": f"{', '.join(hosts)}; {info.processor()}",
+        "machine": f"{', '.join(hosts)}; {processor()}",
         "platform": platform.platform(),
         "mpi": transport_of(comm).library,
-        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info.version_of('mpi4py')}",
+        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {version_of('mpi4py')}",
         "ranks": comm.Get_size(),
         "machines": len(hosts),
-        "kernels": info.kernels() + " per rank",
+        "kernels": kernels() + " per rank",
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
         "dtype": grid.dtype.name,
         "device": devices.DEVICES[grid.device]().name,

@@ -33,14 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import sparsecomm as sc
-from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, json_text, log_axis, pyplot, save, style, table_head, table_line
+from sparsecomm.cli.launch import agreed
 from sparsecomm.cli.plan import methods
 from sparsecomm.cli.plan import network as measurement
-from sparsecomm.cli.world import World, agreed, transport_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import number_text, percent_text, rate_text, time_text
+from sparsecomm.tools import options
+from sparsecomm.tools.outputs import Column, json_text, log_axis, pyplot, save, style, table_head, table_line
+from sparsecomm.tools.world import World, transport_of, world
 from sparsecomm.transport import Transport
 from sparsecomm.tuning.equal_loss import PARTICIPANTS
 from sparsecomm.tuning.utilisation import GLOO, Network, Training, nodes_count_as_one

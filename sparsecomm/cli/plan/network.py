@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import sparsecomm as sc
 from sparsecomm.calls.measurement import measured_links
-from sparsecomm.cli import info
-from sparsecomm.cli.world import World
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import rate_text
+from sparsecomm.tools import machine
+from sparsecomm.tools.world import World
 from sparsecomm.transport import Transport
 from sparsecomm.transport.job import ipv4_address
 from sparsecomm.tuning.links import Links
@@ -43,7 +43,7 @@ _VIRTUAL = re.compile(r"docker|br-|virbr|veth|podman|cni|flannel|cali|lxc|lxd") 
 def versions(comm: World) -> list[tuple[str, dict[str, str]]]:
     """Return each rank's host name, and its versions and settings. Collective."""
     mine = {"sparsecomm": sc.__version__, "Python": platform.python_version()}
-    mine |= {name: found for name in ("numpy", "mpi4py", "torch") if (found := info.version_of(name))}
+    mine |= {name: found for name in ("numpy", "mpi4py", "torch") if (found := machine.version_of(name))}
     mine |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")}
     return comm.allgather((socket.gethostname(), mine))
 

@@ -1,4 +1,4 @@
-"""`run` runs a program on many ranks in one process, in virtual time. Each rank is a greenlet; no MPI is needed.
+"""`run` runs a program on many ranks in one process, in virtual time. No MPI is needed.
 
 A message of B bytes arrives ``alpha + beta * B`` seconds after it begins to leave (Culler et al., "LogP", PPoPP 1993;
 Alexandrov et al., "LogGP", SPAA 1995). A rank sends one message at a time and receives one at a time, in the order
@@ -15,6 +15,9 @@ first. A send requests the link out when it starts. The link in is requested whe
 receiver waits for it. A message occupies the link in the first free interval that is long enough, beginning when the
 message reaches the link or later. This interval may begin before the request. Times depend only on the programs, so
 they are the same in every run.
+
+With ``loss``, a message between nodes arrives 0.2 s later if one of its packets is lost and TCP sends it again.
+Ranks that die are simulated, too: see `SimulatedTransport.kill`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,17 @@ from typing import Generic, TypeVar
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport.base import Bytes, TrafficCounters
-from sparsecomm.transport.simulated.rank import MessageCost, Network, Scheduler, SimulatedTransport, World
+from sparsecomm.transport.simulated.rank import (
+    Greenlets,
+    Killed,
+    MessageCost,
+    Network,
+    SimulatedTransport,
+    Threads,
+    World,
+)
+
+__all__ = ["Result", "SimulatedTransport", "run"]
 
 T = TypeVar("T")
 
@@ -38,6 +51,7 @@ class Result(Generic[T]):
     error: Exception | None  # raised by the program
     seconds: float  # virtual time at the end
     counters: TrafficCounters
+    killed: bool = False  # by `SimulatedTransport.kill`
 
 
 def run(
@@ -52,8 +66,11 @@ def run(
     node_beta: float | None = None,
     node_gap: float | None = None,
     delays: Sequence[float] | None = None,
+    loss: float = 0.0,
+    seed: int = 0,
     weigh: Callable[[Bytes], int] | None = None,
     catch: bool = False,
+    threads: bool = False,
 ) -> list[Result[T]]:
     """Run ``program(transport)`` on ``size`` ranks; return their outcomes, ordered by rank.
 
@@ -64,12 +81,15 @@ def run(
         node_of_rank: node number of each rank; ``None``: each rank has its own node.
         node_alpha, node_beta, node_gap: costs inside a node; default to those between nodes.
         delays: start time of each rank in seconds; ``None``: all start at 0.
+        loss: the share of packets between nodes that are lost and sent again, below 1.
+        seed: chooses the packets that are lost.
         weigh: ``weigh(data)`` returns the size of a message for times and counters; ``None``: its real size.
+        threads: run each rank in a thread, which PyTorch and JAX need; false: in a greenlet, which is faster.
         catch: return errors in the outcomes instead of raising the error of the lowest rank that failed.
 
     Raises:
         InvalidInputError: an argument is invalid.
-        TransportError: greenlet is not installed.
+        TransportError: greenlet is not installed (without ``threads``).
     """
     between = MessageCost(alpha, beta, gap)
     given = zip((node_alpha, node_beta, node_gap), between, strict=True)
@@ -81,19 +101,23 @@ def run(
             raise InvalidInputError(f"{name} has {len(each)} items; expected {size}, one for each rank")
     if delays is not None and min(delays) < 0:
         raise InvalidInputError(f"delays contains {min(delays)}; expected at least 0 seconds")
-    network = Network(range(size) if node_of_rank is None else node_of_rank, between, inside)
-    scheduler, starts = Scheduler(), delays or [0.0] * size
+    if not 0 <= loss < 1:
+        raise InvalidInputError(f"loss={loss}: expected at least 0, and less than 1")
+    network = Network(range(size) if node_of_rank is None else node_of_rank, between, inside, loss, seed)
+    scheduler, starts = Threads() if threads else Greenlets(), delays or [0.0] * size
     results: dict[int, Result[T]] = {}
     world = World(network, scheduler, weigh or len)
 
     def task(rank: int) -> None:
-        transport, value, error = world.ranks[rank], None, None
+        transport, value, error, killed = world.ranks[rank], None, None, False
         transport.seconds = starts[rank]
         try:
             value = program(transport)
         except Exception as raised:
             error = raised
-        results[rank] = Result(value, error, transport.seconds, transport.counters)
+        except Killed:
+            killed = True
+        results[rank] = Result(value, error, transport.seconds, transport.counters, killed)
 
     scheduler.run(task, starts, world.break_deadlock)
     by_rank = [results[rank] for rank in range(size)]

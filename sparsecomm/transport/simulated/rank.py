@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import random
 import zlib
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
+from threading import Lock, Thread
 from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError, pip_install
+from sparsecomm.errors import InvalidInputError, RankFailedError, SparseCommError, TransportError, pip_install
 from sparsecomm.signals import poll, swap
 from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Request
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
+
+_PACKET_BYTES = 1448  # of data, over Ethernet
+_RETRANSMISSION = 0.2  # seconds after which TCP sends a lost packet again: the minimum of Linux
 
 
 class MessageCost(NamedTuple):
@@ -53,9 +59,15 @@ class SharedLink:
 class Network:
     """The nodes, and their links, all idle at first."""
 
-    def __init__(self, node_of_rank: Sequence[int], between: MessageCost, inside: MessageCost) -> None:
-        """``between``, ``inside``: the costs of a message between nodes, and inside a node."""
+    def __init__(
+        self, node_of_rank: Sequence[int], between: MessageCost, inside: MessageCost, loss: float = 0.0, seed: int = 0
+    ) -> None:
+        """Make links between nodes, which lose a share ``loss`` of all packets.
+
+        ``between``, ``inside``: the costs of a message between nodes, and inside a node.
+        """
         self.node_of_rank, self.between, self.inside = node_of_rank, between, inside
+        self._loss, self._random = loss, random.Random(seed)
         shared = [node for node, ranks in Counter(node_of_rank).items() if ranks > 1]  # one rank alone never waits
         self._out = {node: SharedLink() for node in shared}
         self._in = {node: SharedLink() for node in shared}
@@ -67,18 +79,22 @@ class Network:
             return self.inside, None, None
         return self.between, self._out.get(source), self._in.get(target)
 
+    def retransmission(self, sender: int, receiver: int, nbytes: int) -> float:
+        """Return by how much lost packets delay a message."""
+        if not self._loss or self.node_of_rank[sender] == self.node_of_rank[receiver]:
+            return 0.0
+        arrives = (1 - self._loss) ** -(-max(nbytes, 1) // _PACKET_BYTES)
+        return 0.0 if self._random.random() < arrives else _RETRANSMISSION
 
-class Scheduler:
-    """Runs one greenlet per rank. Of those that can run, the one with the lowest time runs until it sleeps or ends."""
+
+class Killed(BaseException):
+    """Ends the program of a rank that `SimulatedTransport.kill` has killed."""
+
+
+class Scheduler(ABC):
+    """Runs one rank at a time: of those that can run, the one with the lowest time, until it sleeps or ends."""
 
     def __init__(self) -> None:
-        """Raise `TransportError` if greenlet is not installed."""
-        try:
-            import greenlet
-        except ImportError as error:
-            raise TransportError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
-        self._greenlet = greenlet.greenlet
-        self._hub: greenlet.greenlet = greenlet.getcurrent()
         self._ready: list[tuple[float, int]] = []  # a heap of (earliest time to run, rank)
 
     def run(self, task: Callable[[int], None], starts: Sequence[float], break_deadlock: Callable[[], None]) -> None:
@@ -86,34 +102,122 @@ class Scheduler:
 
         ``break_deadlock`` is called when all ranks that have not returned sleep; it must wake at least one.
         """
-        greenlets = [self._greenlet(task, parent=self._hub) for _ in starts]
         self._ready = [(time, rank) for rank, time in enumerate(starts)]
         heapify(self._ready)
-        while True:
-            while self._ready:
-                rank = heappop(self._ready)[1]
-                greenlets[rank].switch(rank)  # only the first switch passes the argument to the task
-            if all(each.dead for each in greenlets):
-                return
-            break_deadlock()
-
-    def sleep(self) -> None:
-        """Run other ranks until `wake` is called for this one. Must be called on this rank's greenlet."""
-        gate = swap()
         try:
-            self._hub.switch()
+            while True:
+                while self._ready:
+                    self._continue(heappop(self._ready)[1], task)
+                if self._all_returned(len(starts)):
+                    return
+                break_deadlock()
         finally:
-            swap(gate)
+            self._stop()
+
+    @abstractmethod
+    def _continue(self, rank: int, task: Callable[[int], None]) -> None:
+        """Let a rank run until it sleeps or returns."""
+
+    @abstractmethod
+    def _all_returned(self, size: int) -> bool:
+        """Return whether the tasks of all ranks have returned."""
+
+    def _stop(self) -> None:  # noqa: B027  # most schedulers have nothing to stop
+        """End the ranks that sleep, after an exception that is not part of a program."""
+
+    @abstractmethod
+    def sleep(self, rank: int) -> None:
+        """Run other ranks until `wake` is called for this one. Must be called by this rank."""
 
     def wake(self, rank: int, time: float) -> None:
         """Let a sleeping rank run from ``time`` on."""
         heappush(self._ready, (time, rank))
 
     def yield_until(self, rank: int, time: float) -> None:
-        """Run the ranks that can run before ``time`` first. Must be called on the greenlet of ``rank``."""
+        """Run the ranks that can run before ``time`` first. Must be called by ``rank``."""
         if self._ready and self._ready[0] < (time, rank):
             self.wake(rank, time)
-            self.sleep()
+            self.sleep(rank)
+
+
+class Greenlets(Scheduler):
+    """Runs each rank in a greenlet of the calling thread. Fast, even with thousands of ranks."""
+
+    def __init__(self) -> None:
+        """Raise `TransportError` if greenlet is not installed."""
+        super().__init__()
+        try:
+            import greenlet
+        except ImportError as error:
+            raise TransportError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
+        self._greenlet = greenlet.greenlet
+        self._hub: greenlet.greenlet = greenlet.getcurrent()
+        self._greenlets: dict[int, greenlet.greenlet] = {}
+
+    def _continue(self, rank: int, task: Callable[[int], None]) -> None:
+        if rank not in self._greenlets:
+            self._greenlets[rank] = self._greenlet(task, parent=self._hub)
+        self._greenlets[rank].switch(rank)  # only the first switch passes the argument to the task
+
+    def _all_returned(self, size: int) -> bool:
+        return all(greenlet.dead for greenlet in self._greenlets.values())
+
+    def sleep(self, rank: int) -> None:
+        gate = swap()
+        try:
+            self._hub.switch()
+        finally:
+            swap(gate)
+
+
+class Threads(Scheduler):
+    """Runs each rank in a thread of its own, as PyTorch and JAX need: both keep state by thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns: dict[int, Lock] = {}  # a rank runs when it can acquire its lock
+        self._hub = Lock()  # `_continue` returns when it can acquire this lock
+        self._hub.acquire()
+        self._running: dict[int, Thread] = {}
+        self._error: BaseException | None = None  # raised by a task
+        self._stopped = False
+
+    def _continue(self, rank: int, task: Callable[[int], None]) -> None:
+        if rank in self._turns:
+            self._turns[rank].release()
+        else:
+            self._turns[rank] = Lock()
+            self._turns[rank].acquire()
+            self._running[rank] = Thread(target=self._run, args=(rank, task), daemon=True, name=f"rank {rank}")
+            self._running[rank].start()
+        self._hub.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, rank: int, task: Callable[[int], None]) -> None:
+        try:
+            task(rank)
+        except BaseException as error:
+            self._error = error
+        del self._running[rank]
+        if not self._stopped:
+            self._hub.release()
+
+    def _all_returned(self, size: int) -> bool:
+        return not self._running
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for rank, thread in list(self._running.items()):
+            self._turns[rank].release()
+            thread.join()
+
+    def sleep(self, rank: int) -> None:
+        if not self._stopped:
+            self._hub.release()
+            self._turns[rank].acquire()
+        if self._stopped:
+            raise Killed(f"rank {rank} was stopped, since another rank raised an exception")
 
 
 @dataclass
@@ -164,6 +268,10 @@ class World:
         stuck = [(t, t._source) for t in self.ranks if t._source is not None]
         if [t for t, _ in stuck if t._wake_if_raises(t._check_leavers)]:
             return
+        if [
+            t for t, source in stuck if self.ranks[source].dead and t._wake_if_raises(partial(t._report_death, source))
+        ]:
+            return
         for t, source in stuck:
             t._send_control(source, WAITING, t._call)
         if [t for t, _ in stuck if t._wake_if_raises(t._check_waiters)]:
@@ -205,17 +313,36 @@ class SimulatedTransport(FailureDetector):
         self._source: int | None = None  # the rank for whose message this rank waits
         self._error: SparseCommError | None = None  # to be raised by the wait
         self._listening = False  # waits for control messages
+        self.dead = False
+        self._messages_left: int | None = None  # until this rank dies; None if it does not
 
     def compute(self, seconds: float) -> None:
         """Advance this rank's clock by ``seconds`` of work."""
         self.seconds += seconds
 
+    def kill(self, messages: int = 0) -> None:
+        """Let this rank die, as by ``kill -9``: when it has sent ``messages`` more messages, and would send another.
+
+        Its program ends there. The ranks that wait for it raise `RankFailedError`.
+        """
+        self._messages_left = messages
+        if not messages:
+            self._die()
+
+    def _die(self) -> None:
+        self.dead = True
+        raise Killed(f"rank {self.rank} was killed")
+
     # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self.dead:
+            self._die()
 
     def _prepare_call(self) -> None:
         self._forget_before(self.number)
         self._drop_old_control()
-        if self.skipped:
+        if self.skip_reason:
             self._check_leavers()
 
     def end(self) -> None:
@@ -244,6 +371,8 @@ class SimulatedTransport(FailureDetector):
         return self.seconds
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
+        if self.dead:
+            return
         receiver = self._world.ranks[to]
         receiver._add_control(ControlMessage(self.rank, self.number, kind, text))
         receiver._control_arrived = self.seconds + self._world.network.between.alpha
@@ -253,13 +382,17 @@ class SimulatedTransport(FailureDetector):
     def _receive_control(self, seconds: float) -> None:
         if seconds:
             self._listening = True
-            self._world.scheduler.sleep()
+            self._world.scheduler.sleep(self.rank)
             self.seconds = max(self.seconds, self._control_arrived)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         self._check_peer(to)
+        if self._messages_left is not None:
+            if not self._messages_left:
+                self._die()
+            self._messages_left -= 1
         memory.ready(data, len(data))
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise InvalidInputError(f"data has dtype {data.dtype} and shape {data.shape}; expected contiguous bytes")
@@ -271,6 +404,7 @@ class SimulatedTransport(FailureDetector):
         if link is not None:
             start += link.take(start, transfer)
         self._next_send = start + (costs.gap + transfer)
+        start += world.network.retransmission(self.rank, to, nbytes)
         key = self.rank, self.number
         receiver._inbox.setdefault(key, deque()).append(_Message(data.copy(), nbytes, start))
         if receiver._source == self.rank and receiver.number == self.number:
@@ -303,9 +437,10 @@ class SimulatedTransport(FailureDetector):
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, source: int) -> None:
+        self._check_usable()
         poll()
         self._source = source
-        self._world.scheduler.sleep()
+        self._world.scheduler.sleep(self.rank)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -324,6 +459,10 @@ class SimulatedTransport(FailureDetector):
             self.wake()
             return True
         return False
+
+    def _report_death(self, source: int) -> None:
+        text = f"rank {source} died: rank {self.rank} ({self.describe_call()}) waits for a message from it"
+        raise RankFailedError(text, (source,))
 
     def _time_out(self, source: int, state: str) -> None:
         self.compute(self.timeout)

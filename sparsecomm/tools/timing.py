@@ -14,10 +14,10 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.cli.devices import DEVICES
-from sparsecomm.cli.world import ProcessGroupWorld, World, transport_of
 from sparsecomm.primitives.costs import log2_ceil
 from sparsecomm.tensors.arrays import Array, ArrayDType
+from sparsecomm.tools.devices import DEVICES
+from sparsecomm.tools.world import ProcessGroupWorld, World, transport_of
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import clocks

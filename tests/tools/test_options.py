@@ -12,7 +12,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import bench as sweep
-from sparsecomm.cli import options
+from sparsecomm.tools import options
 from sparsecomm.wire import WIRES
 
 

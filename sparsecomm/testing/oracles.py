@@ -1,7 +1,7 @@
-"""The oracles: the expected result of every algorithm, in plain NumPy on dense vectors, without code of the library.
+"""`expected_sum`: the result of every algorithm, in plain NumPy on dense vectors, without the library's arithmetic.
 
 A sparse vector is a dense one with zeros, so merging is adding. To add an algorithm, add a function and a line to
-`ORACLES`. `sparsecomm selftest`, `sparsecomm bench -c`, `bench.compare` and the tests use `oracle`.
+`ORACLES`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,24 @@ Nodes = Sequence[int]
 Oracle = Callable[[Sequence[Vector], int, Nodes], Vector]
 
 
-def oracle(name: str) -> Oracle:
-    """Return the function from all ranks' flat gradients, k and the node of each rank to the dense result."""
-    outer, _, inner = name.partition(":")
+def expected_sum(algorithm: str, gradients: Sequence[Vector], k: int, node_of_rank: Nodes | None = None) -> Vector:
+    """Return the dense result that `sparsecomm.sparse_allreduce` must have with an exact wire format, bit for bit.
+
+        expected = testing.expected_sum("butterfly", [x + residual for x, residual in inputs], k)
+
+    Args:
+        algorithm: a name from `sparsecomm.algorithms`, such as "hierarchical:tree" or "split:2".
+        gradients: of all ranks, flat; with residuals, the sums of both. 16-bit types are summed in float32.
+        k: number of entries that every rank selects.
+        node_of_rank: node number of each rank; ``None``: each rank has its own node.
+    """
+    vectors = [v.astype(np.float32) if v.dtype.itemsize < 4 else v for v in gradients]
+    outer, _, inner = algorithm.partition(":")
     if outer == "split" and inner:
-        return partial(split, ratio=int(inner))
-    return partial(_hierarchical, inner or "butterfly") if outer == "hierarchical" else ORACLES[name]
+        oracle: Oracle = partial(split, ratio=int(inner))
+    else:
+        oracle = partial(_hierarchical, inner or "butterfly") if outer == "hierarchical" else ORACLES[algorithm]
+    return oracle(vectors, k, range(len(vectors)) if node_of_rank is None else node_of_rank)
 
 
 def top(v: Vector, k: int) -> Vector:
@@ -96,7 +108,7 @@ def doubling(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector
     return butterfly([top(v, k) for v in gradients], gradients[0].size, node_of_rank)
 
 
-def contributors(gradients: Sequence[Vector], k: int) -> Vector:
+def num_contributors(gradients: Sequence[Vector], k: int) -> Vector:
     """Return the number of ranks that select each element, at least 1: the divisor of ``op="mean_of_contributors"``."""
     counts: Vector = np.sum([top(v, k) != 0 for v in gradients], axis=0)
     return np.maximum(counts, 1)

@@ -1,0 +1,64 @@
+"""Objects of upper layers that belong to a transport."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+
+import sparsecomm as sc
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.transport import Transport, simulated
+from tests.ranks import run
+
+
+class Attached:
+    """Counts its objects. Its constructor is slow, so that threads meet in it."""
+
+    made = 0
+
+    def __init__(self, transport: Transport) -> None:
+        threading.Event().wait(0.05)
+        Attached.made += 1
+
+
+class Other(Attached):
+    pass
+
+
+def test_a_transport_has_one_object_of_each_class_whichever_thread_asks_first() -> None:
+    Attached.made = 0
+    (transport, other), objects = run(1, lambda rank: (rank, rank.attached(Other)))[0], []
+    threads = [threading.Thread(target=lambda: objects.append(transport.attached(Attached))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(objects) == 8
+    assert set(map(id, objects)) == {id(transport.attached(Attached))}
+    assert transport.attached(Other) is other
+    assert Attached.made == 2
+
+
+def test_a_transport_is_collected_with_its_queue_and_plans() -> None:
+    def program(transport: simulated.SimulatedTransport) -> list[weakref.ref[object]]:
+        x = {"x": np.ones(40, np.float32)}
+        sc.sparse_allreduce(x["x"], 4, comm=transport)
+        sc.Reducer(x, 0.1, comm=transport).reduce(x)
+        return [weakref.ref(transport), weakref.ref(queue_of(transport))]
+
+    references = [reference for pair in run(2, program) for reference in pair]
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_close_makes_the_last_calls_first() -> None:
+    def program(transport: simulated.SimulatedTransport) -> tuple[bool, bool]:
+        handle = sc.isparse_allreduce(np.ones(40, np.float32), 4, comm=transport)
+        before = handle._outcome is not None
+        transport.close()
+        return before, handle.test()
+
+    assert run(2, program) == [(False, True)] * 2
