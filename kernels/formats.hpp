@@ -17,8 +17,10 @@ typedef unsigned long long uint64_t;
 
 #ifdef __CUDACC__
 #define SPARSECOMM_ANYWHERE __host__ __device__ inline
+#define SPARSECOMM_ON_TARGET __device__ __forceinline__  // for functions that use primitives of the processor
 #else
 #define SPARSECOMM_ANYWHERE inline
+#define SPARSECOMM_ON_TARGET inline
 #endif
 
 namespace sparsecomm {
@@ -99,6 +101,8 @@ constexpr Bits magnitude_mask = Bits(Bits(~Bits(0)) >> 1);
 
 template <class Bits>
 SPARSECOMM_ANYWHERE Bits magnitude(Bits bits) { return Bits(bits & magnitude_mask<Bits>); }
+
+SPARSECOMM_ANYWHERE float power_of_two(int exponent) { return bit_cast<float>(uint32_t(exponent + 127) << 23); }  // a normal number
 
 // Returns the largest power of two that is at most x, for a positive normal x.
 SPARSECOMM_ANYWHERE float floor_power_of_two(float x) { return bit_cast<float>(bit_cast<uint32_t>(x) & F32::infinity); }

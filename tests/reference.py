@@ -92,7 +92,7 @@ def allreduce(algorithm, xs, k, nodes):
     return select(total, np.flatnonzero(total))
 
 
-# -- values of few bits: kernels/cpu/few_bits.inl ----------------------------------------------------------------------
+# -- values of few bits: kernels/few_bits.hpp ----------------------------------------------------------------------
 
 BLOCK = 64  # values that share a block's levels
 UNITS = {0: 0, 1: 16, 3: 2}  # by the bits of a level: in what a step counts, in units of the lowest level's last place

@@ -59,12 +59,6 @@ Quotients<F16, float> quotients_of(F16) { return isa().quotients16; }
 Quotients<BF16, float> quotients_of(BF16) { return isa().quotients_bf16; }
 Quotients<F64, double> quotients_of(F64) { return isa().quotients64; }
 
-// Returns the exponent of a unit after a jump, clamped to valid exponents.
-template <class Accumulator>
-UnitExponent<Accumulator> jumped(int exponent, int jump) {
-    return UnitExponent<Accumulator>(std::clamp(exponent + jump, 1, 2 * std::numeric_limits<Accumulator>::max_exponent - 2));
-}
-
 AdamWStep<float> adamw_of(float) { return isa().adamw32; }
 AdamWStep<double> adamw_of(double) { return isa().adamw64; }
 
@@ -157,8 +151,7 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
                 std::copy_n(value + from, size, block.gradient);
                 const bool together = std::all_of(block.last, block.last + size, [&](int32_t last) { return last == block.last[0]; });
                 for (size_t j = 0; j < size; j++) {
-                    const int64_t passed = int64_t(step) - block.last[together ? 0 : j];
-                    const Accumulator* of = row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
+                    const Accumulator* of = row + 6 * row_of(step, block.last[together ? 0 : j], count);
                     for (size_t c = 0; c < 6; c++) block.row[c][j] = of[c];
                 }
                 adamw_of(Accumulator())(block, limits);
@@ -168,7 +161,7 @@ size_t adamw(Dense weights, Moments moments, const void* exponents, Sparse means
                 if (change) std::copy_n(block.change, size, change + from);
                 for (size_t j = 0; j < size; j++) {
                     to.jumps[from + j] = int8_t(block.jump[j]);
-                    found += block.jump[j] == AdamWResults::OVERFLOWS;
+                    found += block.jump[j] == OVERFLOWS;
                 }
             }
             overflows += found;
@@ -202,10 +195,7 @@ void store_adamw(Dense weights, Moments moments, void* exponents, Sparse indices
                     if (exponent) __builtin_prefetch(exponent + next, 1, 2);
                 }
                 if (write) weight[i] = canonical<W>(W::narrow(new_weight[e]));
-                if (kept) {
-                    const Accumulator lost = new_weight[e] - W::widen(weight[i]);
-                    kept[i] = std::abs(lost) <= std::numeric_limits<Accumulator>::max() ? lost : 0;
-                }
+                if (kept) kept[i] = compensation_of(new_weight[e], W::widen(weight[i]));
                 mean[i] = new_mean[e];
                 square[i] = new_square[e];
                 moments.last[i] = step;
@@ -219,9 +209,6 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
     with_entries(r.type, changes, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using Accumulator = typename decltype(format)::Accumulator;
         if constexpr (sizeof(Accumulator) == sizeof(typename decltype(format)::Bits)) {
-            constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
-            constexpr int BIAS = std::numeric_limits<Accumulator>::max_exponent - 1;
-            constexpr Accumulator JUMP = AdamWResults::MAX_JUMP;
             constexpr size_t AHEAD = 64;  // entries prefetched
             auto* residual = static_cast<Accumulator*>(r.data);
             auto* exponent = static_cast<UnitExponent<Accumulator>*>(exponents);
@@ -230,11 +217,7 @@ void change_units(Dense r, void* exponents, Sparse changes, bool int64_indices) 
                     __builtin_prefetch(exponent + index[e + AHEAD], 1, 2);
                     __builtin_prefetch(residual + index[e + AHEAD], 1, 2);
                 }
-                const int old = exponent[index[e]], wanted = int(std::clamp(std::rint(value[e]), -JUMP, JUMP));
-                const int now = jumped<Accumulator>(old, wanted);
-                exponent[index[e]] = now;
-                const Accumulator converted = residual[index[e]] * unit_of<Accumulator>(BIAS + old - now);
-                residual[index[e]] = std::abs(converted) <= MAX ? converted : std::copysign(MAX, converted);
+                change_unit(residual[index[e]], exponent[index[e]], value[e]);
             }
         }
     });

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../formats.hpp"
+#include "../adamw.hpp"
 #include "kernels.hpp"
 
 namespace sparsecomm {
@@ -92,15 +92,6 @@ struct ValueCodec {
     size_t bytes(size_t count) const { return value_bytes(count) + blocks(count) * shared; }
 };
 
-// The biased exponent of the unit in which a gradient is exchanged, and the unit.
-template <class Accumulator>
-using UnitExponent = std::conditional_t<sizeof(Accumulator) == 8, uint16_t, uint8_t>;
-template <class Accumulator>
-inline Accumulator unit_of(UnitExponent<Accumulator> exponent) {
-    using Bits = std::conditional_t<sizeof(Accumulator) == 8, uint64_t, uint32_t>;
-    return bit_cast<Accumulator>(Bits(exponent) << (sizeof(Accumulator) == 8 ? 52 : 23));
-}
-
 // sum += factor * x / unit, each operation rounded.
 template <class X, class Accumulator>
 using Quotients = void (*)(const typename X::Bits* x, const UnitExponent<Accumulator>* exponent, Accumulator factor,
@@ -110,15 +101,11 @@ using Quotients = void (*)(const typename X::Bits* x, const UnitExponent<Accumul
 template <class Accumulator>
 struct AdamWBlock {
     static constexpr size_t SIZE = 64;
-    using Integer = std::conditional_t<sizeof(Accumulator) == 8, int64_t, int32_t>;
+    using Integer = typename Unit<Accumulator>::Integer;
     Accumulator weight[SIZE], mean[SIZE], square[SIZE], gradient[SIZE], row[6][SIZE];
     Accumulator before[SIZE], change[SIZE];  // the stored weight, and how the new one differs from it
     Integer exponent[SIZE], jump[SIZE];
     int32_t last[SIZE];
-};
-template <class Accumulator>
-struct AdamWLimits {
-    Accumulator eps, unit_eps, weight, margin;
 };
 // Makes a step with gradients that are divided by their units, and computes changes and jumps.
 template <class Accumulator>

@@ -171,8 +171,6 @@ double largest(Dense x, int threads);
 // The results of `adamw`, one element per entry: new weights, means and squares in the accumulator type; the changes of weights,
 // or null; and how exponents of units should change, or OVERFLOWS where the step must not be used.
 struct AdamWResults {
-    static constexpr int MAX_JUMP = 4;
-    static constexpr int8_t OVERFLOWS = 127;
     void* weights;
     void* mean;
     void* squares;

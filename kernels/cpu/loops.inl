@@ -134,27 +134,15 @@ void quotients(const typename X::Bits* x, const UnitExponent<Accumulator>* expon
     for (size_t i = 0; i < count; i++) sum[i] += factor * X::widen(x[i]) / unit_of<Accumulator>(exponent[i]);
 }
 
-#include "adamw.inl"
-
 template <class A>
 void adamw_block(AdamWBlock<A>& b, AdamWLimits<A> limits) {
-    using Integer = typename AdamWBlock<A>::Integer;
-    constexpr int DIGITS = std::numeric_limits<A>::digits - 1;
-    constexpr A MAX = std::numeric_limits<A>::max();
-    constexpr Integer LARGEST = AdamWResults::MAX_JUMP;
     const auto& c = b.row;
     for (size_t j = 0; j < b.SIZE; j++)
-        adamw_step<A>(b.weight[j], b.mean[j], b.square[j], b.gradient[j] * bit_cast<A>(b.exponent[j] << DIGITS), c[0][j], c[1][j],
-                      c[2][j], c[3][j], c[4][j], c[5][j], limits.eps);
+        adamw_step<A>(b.weight[j], b.mean[j], b.square[j], b.gradient[j] * unit_of<A>(b.exponent[j]), c[0][j], c[1][j], c[2][j],
+                      c[3][j], c[4][j], c[5][j], limits.eps);
     for (size_t j = 0; j < b.SIZE; j++) {
-        const A change = b.weight[j] - b.before[j], root = std::sqrt(b.square[j]) + limits.unit_eps;
-        const Integer up = (bit_cast<Integer>(root * A(0.75)) >> DIGITS) - b.exponent[j];
-        const Integer down = (bit_cast<Integer>(root * A(1.5)) >> DIGITS) - b.exponent[j];
-        const bool fits = (std::abs(b.weight[j]) + limits.margin * std::abs(change) < limits.weight) | !(std::abs(b.before[j]) <= MAX);
-        const bool usable = (std::abs(b.mean[j]) <= MAX) & (b.square[j] <= MAX) & fits;
-        const Integer jump = std::min(std::max(std::max(up, Integer(0)) + std::min(down, Integer(0)), -LARGEST), LARGEST);
-        b.jump[j] = usable ? jump : Integer(AdamWResults::OVERFLOWS);
-        b.change[j] = change;
+        b.change[j] = b.weight[j] - b.before[j];
+        b.jump[j] = jump_of<A>(b.weight[j], b.mean[j], b.square[j], b.before[j], b.exponent[j], limits);
     }
 }
 

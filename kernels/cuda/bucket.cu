@@ -2,8 +2,8 @@
 //
 // A table describes the tensors, in the order of their first elements in the flat vectors of the bucket. A tensor may have any
 // format whose accumulator is REAL, the type of all other numbers. Elements are the work of one block per tile of TILE elements
-// of one tensor, entries that of one thread each. Grids: any number of blocks. Deterministic. The results of AdamW are those of
-// kernels/cpu/adamw.cpp.
+// of one tensor, entries that of one thread each. Grids: any number of blocks. Deterministic.
+#include "adamw.hpp"
 #include "search.cuh"
 
 using namespace sparsecomm;
@@ -13,23 +13,9 @@ namespace {
 using Real = REAL;
 using Index = INDEX;
 
-template <bool DOUBLE>
-struct Types {
-    using Word = u32;
-    using Exponent = unsigned char;  // of a unit
-};
-template <>
-struct Types<true> {
-    using Word = u64;
-    using Exponent = u16;
-};
 constexpr bool DOUBLE = sizeof(Real) == 8;
-constexpr u32 DIGITS = DOUBLE ? 52 : 23;
-constexpr int BIAS = DOUBLE ? 1023 : 127;
-using Word = Types<DOUBLE>::Word;
-using Exponent = Types<DOUBLE>::Exponent;
-constexpr Word INFINITE = Word(2 * BIAS + 1) << DIGITS;  // the bits of infinity
-constexpr u32 AT_ONCE = 4;                               // elements that a thread loads before it uses them
+using Exponent = UnitExponent<Real>;
+constexpr u32 AT_ONCE = 4;  // elements that a thread loads before it uses them
 static_assert(SQUARES_LANES == DENSE_THREADS, "one lane of a sum of squares per thread");
 
 // A tensor, as in sparsecomm/backends/cuda/bucket.py.
@@ -55,12 +41,6 @@ struct Part {
     i64 step;
     u64 type;
 };
-
-DEVICE Real unit_of(int exponent) { return bit_cast<Real>(Word(exponent) << DIGITS); }
-DEVICE int exponent_of(Real x) { return int(bit_cast<Word>(x) >> DIGITS); }
-DEVICE bool is_finite(Real x) { return magnitude(bit_cast<Word>(x)) < INFINITE; }
-DEVICE Real absolute(Real x) { return bit_cast<Real>(magnitude(bit_cast<Word>(x))); }
-DEVICE int clamped(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
 template <class X>
 DEVICE Real get(const void* x, u64 i) {
@@ -124,7 +104,7 @@ struct Addend {
 template <class X>
 DEVICE Addend addend_of(const Source& s, u64 i) {
     const Real x = get<X>(s.x, i), scaled = Real(s.scale) * x;
-    return {scaled, s.exponents ? scaled / unit_of(s.exponents[i]) : s.minuend ? s.minuend[i] - x : scaled};
+    return {scaled, s.exponents ? scaled / unit_of<Real>(s.exponents[i]) : s.minuend ? s.minuend[i] - x : scaled};
 }
 
 template <class X>
@@ -304,25 +284,20 @@ adamw(const Part* parts, u64 count, const Exponent* exponents, const Index* indi
         const Part& p = *row_of(parts, count, &Part::begin, index);
         const u64 i = index - p.begin;
         if (index < p.begin || i >= p.size) continue;
-        const i64 passed = p.step - p.last[i];
-        const Real* row = p.rows + 6 * (passed < 0 ? 0 : u64(passed) < p.num_rows ? u64(passed) : p.num_rows - 1);
-        const int unit = exponents[index];
-        const Real before = get(p.x, p.type, i), weight = p.compensation ? before + p.compensation[i] : before;
-        const Real value = values[e], g = value * unit_of(unit);
-        const Real m = row[0] * p.mean[i] + row[1] * g, v = row[2] * p.squares[i] + row[3] * (g * g);
-        const Real root = sqrt(v), w = row[5] * weight - row[4] * (m / (root + Real(p.eps))), moved = w - before;
-        const Real size = root + Real(p.unit_eps);
-        const int up = exponent_of(size * Real(0.75)) - unit, down = exponent_of(size * Real(1.5)) - unit;
-        const bool fits = absolute(w) + margin * absolute(moved) < Real(p.limit) || !is_finite(before);
-        const bool usable = is_finite(m) && is_finite(v) && fits;
-        overflows |= !usable;
+        const Real *c = p.rows + 6 * row_of(p.step, p.last[i], p.num_rows), value = values[e], before = get(p.x, p.type, i);
+        const Unit<Real>::Integer unit = exponents[index];
+        Real weight = p.compensation ? before + p.compensation[i] : before, mean = p.mean[i], square = p.squares[i];
+        adamw_step(weight, mean, square, value * unit_of<Real>(unit), c[0], c[1], c[2], c[3], c[4], c[5], Real(p.eps));
+        const AdamWLimits<Real> limits{Real(p.eps), Real(p.unit_eps), Real(p.limit), margin};
+        const int jump = jump_of(weight, mean, square, before, unit, limits);
+        overflows |= jump == OVERFLOWS;
         finite &= is_finite(value);
-        jumps[e] = usable ? (signed char)(clamped(up > 0 ? up : down < 0 ? down : 0, -MAX_JUMP, MAX_JUMP)) : OVERFLOWS;
-        new_weights[e] = w;
-        new_mean[e] = m;
-        new_squares[e] = v;
-        if (changes) changes[e] = moved;
-        if (rounded) rounded[e] = usable ? rounded_to(p.type, w) : bit_cast<Real>(Word(INFINITE | Word(1) << (DIGITS - 1)));  // NaN
+        jumps[e] = (signed char)(jump);
+        new_weights[e] = weight;
+        new_mean[e] = mean;
+        new_squares[e] = square;
+        if (changes) changes[e] = weight - before;
+        if (rounded) rounded[e] = jump == OVERFLOWS ? Real(F32::widen(F32::nan)) : rounded_to(p.type, weight);
     }
     if (overflows) atomicAdd(faults, 1u);
     if (!finite) atomicAdd(faults + 1, 1u);
@@ -345,14 +320,11 @@ store_adamw(const Part* parts, u64 count, Exponent* exponents, const Index* indi
         const u64 i = index - p.begin;
         if (index < p.begin || i >= p.size) continue;
         if (write) put(p.x, p.type, i, new_weights[e]);
-        if (p.compensation) {
-            const Real lost = new_weights[e] - get(p.x, p.type, i);
-            p.compensation[i] = is_finite(lost) ? lost : Real(0);
-        }
+        if (p.compensation) p.compensation[i] = compensation_of(new_weights[e], get(p.x, p.type, i));
         p.mean[i] = new_mean[e];
         p.squares[i] = new_squares[e];
         p.last[i] = i32(p.step);
-        if (exponents && changes[e] != 0) exponents[index] = Exponent(clamped(exponents[index] + jumps[e], 1, 2 * BIAS));
+        if (exponents && changes[e] != 0) exponents[index] = jumped<Real>(exponents[index], jumps[e]);
     }
 }
 
@@ -367,10 +339,6 @@ change_units(Real* residual, Exponent* exponents, const Index* indices, const Re
     const u64 count = device_count ? *device_count : host_count;
     for (u64 e = grid_thread(); e < count; e += grid_threads()) {
         const u64 i = u64(indices[e]);
-        const Real wanted = rint(values[e]), max_ = Real(MAX_JUMP), limited = wanted < -max_ ? -max_ : wanted > max_ ? max_ : wanted;
-        const int old = exponents[i], jump = clamped(old + int(limited), 1, 2 * BIAS) - old;
-        exponents[i] = Exponent(old + jump);
-        const Real converted = residual[i] * unit_of(BIAS - jump), largest = bit_cast<Real>(Word(INFINITE - 1));
-        residual[i] = absolute(converted) <= largest ? converted : converted < 0 ? -largest : largest;
+        change_unit(residual[i], exponents[i], values[e]);
     }
 }

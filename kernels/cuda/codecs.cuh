@@ -16,7 +16,7 @@ constexpr i32 MIN_EXPONENT = -126, MAX_EXPONENT = 121;
 
 DEVICE bool is_finite(Value v) { return magnitude(ACC::narrow(v)) < ACC::infinity; }
 
-DEVICE float power(i32 e) { return bit_cast<float>(u32(e + 127) << 23); }  // 2^e, a normal number
+constexpr u64 BLOCK = 2 * WARP;  // values that share data, if the kind has blocks: two of each lane
 
 // Unchanged, including NaN.
 struct Exact {
@@ -41,9 +41,8 @@ struct Rounded {
 // As q 2^e with one e per 64 consecutive values, rounded to nearest even. Infinities and NaN have special values of q.
 struct Int8 {
     using Sent = signed char;
-    static constexpr u64 BYTES = sizeof(Sent), PLANES = 0, SHARING = 64, SHARED = 1;
+    static constexpr u64 BYTES = sizeof(Sent), PLANES = 0, SHARING = BLOCK, SHARED = 1;
     static constexpr Sent MAX = 126, INFINITE = 127, NOT_A_NUMBER = -128;
-    static_assert(SHARING == 2 * WARP, "a lane has two values of a block");
 
     // Returns the smallest e in [MIN_EXPONENT, MAX_EXPONENT] for which no finite value of the block exceeds MAX * 2^e. Only
     // the largest floats exceed MAX * 2^MAX_EXPONENT, and become it. Each lane has two values. All lanes call it.
@@ -55,123 +54,39 @@ struct Int8 {
     }
     static DEVICE Sent narrow(float v, i32 e) {
         if (v != v) return NOT_A_NUMBER;
-        const float q = rintf(v * power(-e)), limit = is_finite(v) ? MAX : INFINITE;
+        const float q = rintf(v * power_of_two(-e)), limit = is_finite(v) ? MAX : INFINITE;
         return Sent(q > limit ? limit : q < -limit ? -limit : q);
     }
     static DEVICE float widen(Sent q, i32 e) {
         if (q == NOT_A_NUMBER) return F32::widen(F32::nan);
-        return float(q) * (q == INFINITE || q == -INFINITE ? F32::widen(F32::infinity) : power(e));
+        return float(q) * (q == INFINITE || q == -INFINITE ? F32::widen(F32::infinity) : power_of_two(e));
     }
 };
 
-// As a sign and one of 2^BITS magnitudes: lowest() + j * spacing(), j from 0 to LAST, exact and finite. Each lane has two
-// values of a block, one from each half; zeros follow the last value. All lanes call functions that take values. To get the
-// same results as kernels/cpu/few_bits.inl, every operation is rounded to float, and sums add the second half of the terms
-// to the first, repeatedly.
-template <u32 BITS>
-struct FewBits {
-    static constexpr u64 BYTES = 0, PLANES = BITS + 1, SHARING = 64, SHARED = BITS ? 3 : 2;
-    static constexpr i32 LAST = (1 << BITS) - 1, UNIT = BITS == 1 ? 16 : 2;
-    static_assert(SHARING == 2 * WARP, "a lane has two values of a block");
-    u32 lowest_bits;  // a bfloat16
-    u32 step;         // 8 bits
+// As a sign and one of 2^BITS magnitudes: kernels/few_bits.hpp, with these primitives. All lanes call them.
+constexpr u32 HELD = 2;  // a lane has a value of each half of a block
 
-    DEVICE float lowest() const { return bfloat_to_float(uint16_t(lowest_bits)); }
-    DEVICE float unit() const {  // unit in the last place of lowest()
-        const u32 biased = lowest_bits >> 7;
-        return bit_cast<float>(biased >= 8 ? (biased - 7) << 23 : 1u << (15 + (biased ? biased : 1)));
-    }
-    DEVICE float spacing() const { return float(i32(step) * UNIT) * unit(); }
-    DEVICE bool valid() const { return lowest_bits && lowest_bits <= 0x7f7f && is_finite(lowest() + float(LAST) * spacing()); }
+DEVICE float sum_of(const float* v) { return warp_sum(v[0] + v[1]); }
+DEVICE float largest_of(const float* v) { return F32::widen(warp_max(F32::narrow(v[0] > v[1] ? v[0] : v[1]))); }
+DEVICE float smallest_of(const float* v, u32 count) {
+    const u32 lane = threadIdx.x % WARP, none = F32::infinity;  // floats that are not negative order like their bits
+    const u32 x = lane < count ? F32::narrow(v[0]) : none, y = lane + WARP < count ? F32::narrow(v[1]) : none;
+    return F32::widen(none - warp_max(none - (x < y ? x : y)));
+}
+// Returns a word whose bit i is a of lane i, and whose bit i + WARP is b of lane i.
+DEVICE u64 plane_of(bool a, bool b) { return u64(__ballot_sync(ALL_LANES, a)) | u64(__ballot_sync(ALL_LANES, b)) << WARP; }
+DEVICE u64 signs(const float* v) { return plane_of(F32::narrow(v[0]) >> 31, F32::narrow(v[1]) >> 31); }
+DEVICE void spread(u64 bits, u32* words) {
+    const u32 lane = threadIdx.x % WARP;
+    words[0] = 0u - u32(bits >> lane & 1), words[1] = 0u - u32(bits >> lane >> WARP & 1);
+}
+template <class Test>
+DEVICE u32 keep_if(const float* v, float* kept, Test test) {
+    const bool a = test(v[0]), b = test(v[1]);
+    kept[0] = a ? v[0] : 0, kept[1] = b ? v[1] : 0;
+    return u32(__popcll(plane_of(a, b)));
+}
 
-    // Returns the description of a quantized block, from its `count` magnitudes.
-    static DEVICE FewBits found_in(float u, float v, u32 count) {
-        const u32 bits = F32::narrow(smallest(u, v, count)) >> 16;
-        FewBits block{bits ? bits : 1, 0};
-        const float high = largest(u, v);
-        if constexpr (BITS > 0) block.step = to_byte((high - block.lowest()) / (float(LAST * UNIT) * block.unit()));
-        return block;
-    }
-
-    // Chooses magnitudes with a small squared error for `count` magnitudes.
-    static DEVICE FewBits chosen_for(float u, float v, u32 count) {
-        const i32 top = i32(F32::narrow(largest(u, v)) >> 23) - 127, e = top < -126 ? -126 : top > 126 ? 126 : top;
-        const float scale = power(-e);
-        u = scaled(u, scale), v = scaled(v, scale);  // the largest is then from 1 to 2, unless denormal
-        const float low = smallest(u, v, count), high = largest(u, v);
-        const u32 lane = threadIdx.x % WARP;
-        const bool has_u = lane < count, has_v = lane + WARP < count;
-        u = has_u ? u - low : 0, v = has_v ? v - low : 0;  // distances from the smallest
-        float lower = F32::widen(F32::infinity), upper = lower;
-        if (BITS == 1) {  // split at 3/4 of (sum of squares / sum)
-            const float total = warp_sum(u + v), squares = warp_sum(u * u + v * v);
-            lower = upper = 0.75f * (squares / (total > 0 ? total : 1));
-        } else if (BITS) {  // only magnitudes near the ends count
-            lower = 3.0f / 32 * (high - low), upper = 29.0f / 32 * (high - low);
-        }
-        const float n_lower = counted(has_u && u <= lower, has_v && v <= lower);
-        float a = low + warp_sum((u <= lower ? u : 0) + (v <= lower ? v : 0)) / n_lower;
-        FewBits block{0, 0};
-        if constexpr (BITS == 0) {
-            block.lowest_bits = lowest_near(a, e);
-        } else {
-            const float n_upper = counted(u > upper, v > upper);
-            const float mean = low + warp_sum((u > upper ? u : 0) + (v > upper ? v : 0)) / n_upper;
-            float b = !(n_upper > 0) ? a : mean > high ? high : mean;
-            if (!block.fit(a, b, e)) {  // choose a so that the ends a and ratio * a have the least squared error
-                const float ratio = float(1 + LAST * UNIT);
-                a = (n_lower * a + ratio * n_upper * b) / (n_lower + ratio * ratio * n_upper);
-                b = ratio * a < b ? ratio * a : b;
-                block.fit(a, b, e);
-            }
-        }
-        return block;
-    }
-
-    // Returns the nearest level j of a magnitude; halfway cases round up.
-    DEVICE u32 level_of(float u) const {
-        const float base = step ? lowest() : F32::widen(F32::infinity);
-        u32 level = 0;
-        UNROLL
-        for (u32 bit = BITS; bit-- > 0;) {
-            if (u < base + (float(1 << bit) - 0.5f) * spacing()) continue;
-            u -= float(1 << bit) * spacing();
-            level |= 1u << bit;
-        }
-        return level;
-    }
-
-    DEVICE float value_of(u32 level, bool negative) const {
-        const float u = lowest() + float(level) * spacing();
-        return negative ? -u : u;
-    }
-
-  private:
-    // Sets the lowest magnitude to about a, and the step so that the highest is near b. Returns false if the step would
-    // exceed 255.
-    DEVICE bool fit(float a, float b, i32 e) {
-        lowest_bits = lowest_near(a, e);
-        const float scale = power(-e), exact = (b - lowest() * scale) / (float(LAST * UNIT) * (unit() * scale));
-        const float steps = exact + (BITS == 1 ? 0.5f : 0.0f);  // BITS == 1: round to nearest, else down
-        step = to_byte(steps);
-        return steps < 256;
-    }
-
-    static DEVICE u32 lowest_near(float a, i32 e) {
-        const u32 bits = float_to_bfloat((a > 0x1p-14f ? a : 0x1p-14f) * power(e));
-        return bits ? bits : 1;
-    }
-    static DEVICE u32 to_byte(float steps) { return u32(steps > 0 ? steps < 255 ? steps : 255 : 0); }  // rounds down
-    static DEVICE float scaled(float u, float scale) { return u * scale > 2 ? 2 : u * scale; }
-    static DEVICE float counted(bool u, bool v) {
-        return float(__popc(__ballot_sync(ALL_LANES, u)) + __popc(__ballot_sync(ALL_LANES, v)));
-    }
-    static DEVICE float largest(float u, float v) { return F32::widen(warp_max(F32::narrow(u > v ? u : v))); }
-    static DEVICE float smallest(float u, float v, u32 count) {
-        const u32 lane = threadIdx.x % WARP, none = F32::infinity;  // floats that are not negative order like their bits
-        const u32 x = lane < count ? F32::narrow(u) : none, y = lane + WARP < count ? F32::narrow(v) : none;
-        return F32::widen(none - warp_max(none - (x < y ? x : y)));
-    }
-};
+#include "few_bits.hpp"
 
 }  // namespace sparsecomm

@@ -41,16 +41,20 @@ static_assert(Codec::BYTES == VALUE_BYTES && Codec::PLANES == VALUE_PLANES, "as 
 static_assert(SHARING == VALUE_BLOCK && Codec::SHARED == SHARED_BYTES, "as in sparsecomm/tensors/kinds.py");
 constexpr u64 SHARERS = SHARING ? SHARING : 1;  // a divisor that is not zero
 
-// Calls each(block, i, a, b) for all blocks of 64 values, one warp per block: a is value i and b value i + WARP of a lane,
-// or 0 after the last value. All lanes call it.
+// Calls each(block, i) for all blocks, one warp per block: a lane has values i and i + WARP. All lanes call it.
 template <class Each>
-DEVICE void for_blocks(const Value* values, u64 count, Each each) {
-    const u64 lane = threadIdx.x % WARP;
-    for (u64 block = grid_thread() / WARP; block * SHARERS < count; block += grid_threads() / WARP) {
-        const u64 i = block * SHARERS + lane, j = i + WARP;
-        each(block, i, i < count ? values[i] : Value(0), j < count ? values[j] : Value(0));
-    }
+DEVICE void for_blocks(u64 count, Each each) {
+    for (u64 block = grid_thread() / WARP; block * SHARERS < count; block += grid_threads() / WARP)
+        each(block, block * SHARERS + threadIdx.x % WARP);
 }
+
+// A lane's values of a block, followed by zeros. Kinds with blocks have floats.
+struct Held {
+    float v[2];
+    DEVICE Held(const Value* values, u64 i, u64 count) {
+        v[0] = i < count ? float(values[i]) : 0, v[1] = i + WARP < count ? float(values[i + WARP]) : 0;
+    }
+};
 
 // Calls each(i, v, e) for all values, where e is the exponent of the value's block. All lanes call it.
 template <class Codec, class Each>
@@ -58,18 +62,14 @@ DEVICE void for_values(const Value* values, u64 count, Each each) {
     if constexpr (Codec::SHARING == 0) {
         for (u64 i = grid_thread(); i < count; i += grid_threads()) each(i, values[i], 0);
     } else {
-        for_blocks(values, count, [&](u64, u64 i, Value a, Value b) {
-            const i32 e = Codec::exponent_of(a, b);
-            if (i < count) each(i, a, e);
-            if (i + WARP < count) each(i + WARP, b, e);
+        for_blocks(count, [&](u64, u64 i) {
+            const Held held(values, i, count);
+            const i32 e = Codec::exponent_of(held.v[0], held.v[1]);
+            if (i < count) each(i, held.v[0], e);
+            if (i + WARP < count) each(i + WARP, held.v[1], e);
         });
     }
 }
-
-DEVICE float magnitude_of(float v) { return v < 0 ? -v : v; }
-
-// Returns a word whose bit i is a of lane i, and whose bit i + WARP is b of lane i.
-DEVICE u64 plane_of(bool a, bool b) { return u64(__ballot_sync(ALL_LANES, a)) | u64(__ballot_sync(ALL_LANES, b)) << WARP; }
 
 // Returns the number of values in a block, which is smaller in the last block.
 DEVICE u32 values_in(u64 block, u64 count) { return u32(count - block * SHARERS < SHARERS ? count - block * SHARERS : SHARERS); }
@@ -100,14 +100,13 @@ template <class Codec>
 DEVICE void pack_values(const Value* values, u64 count, const Areas<u64>& areas, Byte* bytes) {
     if constexpr (Codec::PLANES > 0) {
         u64* planes = reinterpret_cast<u64*>(bytes + areas.values);
-        for_blocks(values, count, [&](u64 number, u64 i, Value a, Value b) {
-            const float u = magnitude_of(a), v = magnitude_of(b);
-            const Codec block = Codec::found_in(u, v, values_in(number, count));
-            const u32 level_a = block.level_of(u), level_b = block.level_of(v);
+        for_blocks(count, [&](u64 number, u64 i) {
+            const Held held(values, i, count);
+            float u[HELD];
             u64 plane[Codec::PLANES];
-            plane[0] = plane_of(a < 0, b < 0);
-            UNROLL
-            for (u32 bit = 0; bit + 1 < Codec::PLANES; bit++) plane[bit + 1] = plane_of(level_a >> bit & 1, level_b >> bit & 1);
+            magnitudes_of(held.v, u);
+            const Codec block = Codec::of_quantized(u, values_in(number, count));
+            block.planes_of(held.v, u, plane);
             if (i % SHARERS) return;
             UNROLL
             for (u32 p = 0; p < Codec::PLANES; p++) planes[number * Codec::PLANES + p] = plane[p];
@@ -129,18 +128,17 @@ DEVICE bool unpack_values(const Byte* bytes, const Areas<const u64>& areas, u64 
     bool good = true;
     if constexpr (Codec::PLANES > 0) {
         const u64* planes = reinterpret_cast<const u64*>(bytes + areas.values);
-        for (u64 i = grid_thread(); i < count; i += grid_threads()) {
-            const u64 number = i / SHARERS, bit = i % SHARERS, *plane = planes + number * Codec::PLANES;
-            const u32 lowest = reinterpret_cast<const u16*>(bytes + areas.shared)[number];
-            const Codec block{lowest, Codec::PLANES > 1 ? bytes[areas.steps + number] : u32(0)};
-            u32 level = 0;
-            UNROLL
-            for (u32 p = 1; p < Codec::PLANES; p++) level |= u32(plane[p] >> bit & 1) << (p - 1);
-            values[i] = block.value_of(level, plane[0] >> bit & 1);
+        for_blocks(count, [&](u64 number, u64 i) {
+            const u64* plane = planes + number * Codec::PLANES;
+            const u32 lowest = reinterpret_cast<const u16*>(bytes + areas.shared)[number], size = values_in(number, count);
+            const Codec block{lowest, Codec::PLANES > 1 ? bytes[areas.steps + number] : 0};
+            float v[HELD];
+            block.widen(plane, v);
+            if (i < count) values[i] = v[0];
+            if (i + WARP < count) values[i + WARP] = v[1];
             good &= block.valid();
-            if (i == count - 1)
-                for (u32 p = 0; p < Codec::PLANES; p++) good &= plane[p] >> bit < 2;  // no bits after the last value
-        }
+            for (u32 p = 0; p < Codec::PLANES; p++) good &= size == SHARERS || plane[p] >> size == 0;
+        });
     } else {
         const auto* sent = reinterpret_cast<const typename Codec::Sent*>(bytes + areas.values);
         for (u64 i = grid_thread(); i < count; i += grid_threads()) {
@@ -160,11 +158,14 @@ DEVICE void round_values(const Value* values, u64 count, const u32* not_finite, 
             for (u64 i = grid_thread(); i < count; i += grid_threads())
                 write(i, values[i], ACC::widen(canonical<ACC>(ACC::narrow(values[i]))));
         } else {
-            for_blocks(values, count, [&](u64 number, u64 i, Value a, Value b) {
-                const float u = magnitude_of(a), v = magnitude_of(b);
-                const Codec block = Codec::chosen_for(u, v, values_in(number, count));
-                if (i < count) write(i, a, block.value_of(block.level_of(u), a < 0));
-                if (i + WARP < count) write(i + WARP, b, block.value_of(block.level_of(v), b < 0));
+            for_blocks(count, [&](u64 number, u64 i) {
+                const Held held(values, i, count);
+                float u[HELD], rounded[HELD];
+                magnitudes_of(held.v, u);
+                const Codec block = Codec::chosen_for(u, values_in(number, count));
+                block.round(held.v, u, rounded);
+                if (i < count) write(i, held.v[0], rounded[0]);
+                if (i + WARP < count) write(i + WARP, held.v[1], rounded[1]);
             });
         }
     } else {

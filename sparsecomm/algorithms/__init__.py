@@ -6,6 +6,7 @@ To add an algorithm, add a file to this folder that defines ``ALGORITHM = Algori
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Literal, TypeAlias, cast, get_args
@@ -17,7 +18,7 @@ from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError, did_you_mean
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "AlgorithmName", "Algorithms", "alternatives", "find", "find_all", "inner_algorithms",
+    "ALGORITHMS", "Algorithm", "AlgorithmName", "Algorithms", "Comparison", "alternatives", "find", "inner_algorithms",
     "name_of", "register_algorithm",
 ]  # fmt: skip
 
@@ -41,14 +42,12 @@ _Derived: TypeAlias = Literal[  # common names of algorithms that `find` derives
     "split:3",
     "split:4",
     "split:8",
-    "split:2|allgather",
 ]
 AlgorithmName: TypeAlias = Literal["auto", "fastest"] | _Module | _Derived
 
 _CHOOSING = ("auto", "fastest")
 _OUTER = "hierarchical"
 RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
-_WEIGHT = re.compile(r"[1-9][0-9]{0,3}(\.[0-9]{1,4})?")  # W in "X*W|Y"
 ALGORITHMS: dict[str, Algorithm] = {}  # by name; nothing is ever removed
 
 for _module in get_args(_Module):
@@ -59,6 +58,16 @@ ALGORITHMS[_OUTER] = hierarchical(ALGORITHMS["butterfly"], _OUTER)
 _cached_split = cache(split_with_ratio)  # so that a name always stands for the same object
 
 
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """A choice among algorithms: a call uses the one with the least predicted time, multiplied by its weight."""
+
+    weights: tuple[tuple[str, float], ...]  # by name
+
+    def __repr__(self) -> str:
+        return "|".join(name if weight == 1 else f"{name}*{weight:g}" for name, weight in self.weights)
+
+
 class Algorithms(dict[str, Algorithm]):
     """The registered algorithms by name. Printing it shows a table.
 
@@ -67,15 +76,15 @@ class Algorithms(dict[str, Algorithm]):
 
     def __missing__(self, name: str) -> Algorithm:
         try:
-            found = find(name)
+            algorithm = find(name)
         except InvalidInputError as error:
             raise KeyError(str(error)) from None
-        if found is None:
+        if algorithm is None:
             raise KeyError(f"{name} stands for several algorithms; expected the name of one; see sparsecomm.explain")
-        return found
+        return algorithm
 
     def __repr__(self) -> str:
-        rows = [("algorithm", "what it does"), *((name, each.summary) for name, each in self.items())]
+        rows = [("algorithm", "what it does"), *((name, algorithm.summary) for name, algorithm in self.items())]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
@@ -92,11 +101,10 @@ def register_algorithm(algorithm: Algorithm) -> None:
     if not isinstance(algorithm, Algorithm):
         raise InvalidInputError(f"algorithm: got {type(algorithm).__name__}; expected a sparsecomm.Algorithm")
     name = algorithm.name
-    valid = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {*":|*"} & {*name}
+    valid = isinstance(name, str) and name.isascii() and name.isprintable() and name and ":" not in name
     if not valid or name in _CHOOSING:
         raise InvalidInputError(
-            f"algorithm: got the name {name!r}; expected ASCII text without ':', '|' and '*', and neither 'auto' nor "
-            "'fastest'"
+            f"algorithm: got the name {name!r}; expected ASCII text without ':', and neither 'auto' nor 'fastest'"
         )
     if name in ALGORITHMS:
         raise InvalidInputError(f"algorithm: the name {name!r} is already registered; choose another one")
@@ -108,13 +116,12 @@ def inner_algorithms() -> dict[str, Algorithm]:
     return {name: algorithm for name, algorithm in ALGORITHMS.items() if algorithm.runs_between_nodes}
 
 
-def find(name: str) -> Algorithm | None:
-    """Return the algorithm with a name; None if the name stands for several (see `alternatives`). Raises if unknown."""
+def find(name: str | Comparison) -> Algorithm | None:
+    """Return the algorithm with a name; None if it stands for several (see `alternatives`). Raises if unknown."""
+    if isinstance(name, Comparison):
+        return None
     if isinstance(name, str):
         if name in _CHOOSING:
-            return None
-        if "|" in name:
-            find_all(name)
             return None
         if name in ALGORITHMS:
             return ALGORITHMS[name]
@@ -127,23 +134,8 @@ def find(name: str) -> Algorithm | None:
     near = did_you_mean(name, [*known, *(f"{_OUTER}:{x}" for x in inner_algorithms())])
     raise InvalidInputError(
         f"algorithm={quote(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where X is one of "
-        f"{', '.join(inner_algorithms())}; or split:R with R from 2 to 9999; or several of these separated by |, to "
-        f"choose the fastest (X*1.5 multiplies the cost of X by 1.5){near}"
+        f"{', '.join(inner_algorithms())}; or split:R with R from 2 to 9999{near}"
     )
-
-
-def find_all(name: str) -> list[tuple[Algorithm | None, float]]:
-    """Return the result of `find` for each name in "X|Y*W", and the weight W of its cost, which defaults to 1."""
-    found = []
-    for each in name.split("|"):
-        one, star, weight = each.partition("*")
-        if star and not ("|" in name and _WEIGHT.fullmatch(weight)):
-            raise InvalidInputError(
-                f"algorithm={name!r}: got {each!r}; expected a number from 1 to 9999 after *, and several algorithms "
-                'separated by |, such as "split:2*1.5|allgather"'
-            )
-        found.append((find(one), float(weight) if star else 1.0))
-    return found
 
 
 def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
@@ -158,17 +150,17 @@ def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
     return cast("AlgorithmName", algorithm.name)
 
 
-def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, float]]:
+def alternatives(name: str | Comparison, num_nodes: int, P: int) -> list[tuple[Algorithm, float]]:
     """Return the algorithms for which a name stands, with the weights of their costs. The first cheapest is chosen.
 
-    "fastest" stands for all algorithms of the global top-k, "auto" for these and the dense sum, "X|Y" for X and Y, and
-    any other name for one algorithm.
+    "fastest" stands for all algorithms of the global top-k, "auto" for these and the dense sum, and any other name for
+    one algorithm.
     """
-    found: list[tuple[Algorithm, float]] = []
-    for text, (named, weight) in zip(name.split("|"), find_all(name), strict=True):
-        several = _automatic(num_nodes, P, dense=text.startswith("auto")) if named is None else [named]
-        found += [(each, weight) for each in several]
-    return found
+    if isinstance(name, Comparison):
+        return [(algorithm, weight) for one, weight in name.weights if (algorithm := find(one))]
+    named = find(name)
+    several = _automatic(num_nodes, P, dense=name == "auto") if named is None else [named]
+    return [(algorithm, 1.0) for algorithm in several]
 
 
 def _automatic(num_nodes: int, P: int, *, dense: bool) -> list[Algorithm]:
@@ -176,8 +168,8 @@ def _automatic(num_nodes: int, P: int, *, dense: bool) -> list[Algorithm]:
 
     The dense sum has no hierarchical variant, which would move residuals between ranks.
     """
-    flat = [each for name, each in ALGORITHMS.items() if each.automatic and (dense or name != "dense")]
+    flat = [a for name, a in ALGORITHMS.items() if a.automatic and (dense or name != "dense")]
     if not 1 < num_nodes < P:
         return flat
-    inner = [algorithm for algorithm in flat if algorithm.runs_between_nodes]
+    inner = [a for a in flat if a.runs_between_nodes]
     return [hierarchical(a, f"{_OUTER}:{a.name}") for a in inner] + flat

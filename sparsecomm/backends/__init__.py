@@ -6,7 +6,8 @@ import threading
 
 from sparsecomm.backends import _cpu
 from sparsecomm.backends.base import Backend, Timeline
-from sparsecomm.tensors.interop import Device
+from sparsecomm.tensors.interop import Device, Tensor
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "float_mode_only", "of"]
 
@@ -47,3 +48,12 @@ _thread_backends = _ThreadBackends()
 def of(device: Device) -> Backend:
     """Return the calling thread's backend of ``device``, for work outside of calls. See `Backends.of`."""
     return _thread_backends.backends.of(device)
+
+
+def _densify(out: Tensor, entries: SparseVector) -> None:
+    backend = of(out.device)
+    with backend.on_stream(out):
+        backend.densify(out, entries)
+
+
+SparseVector.densify = staticmethod(_densify)

@@ -66,7 +66,7 @@ class AdamWStep(NamedTuple):
     results: Any
 
 
-MAX_JUMP = 4
+MAX_JUMP = 4  # as in kernels/adamw.hpp
 OVERFLOWS = 127  # in `AdamWStep.jumps`
 
 

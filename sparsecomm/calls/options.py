@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, find, find_all, name_of
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Comparison, find, name_of
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.label import Label
 from sparsecomm.checks import check_choice, quote, to_float
@@ -47,11 +47,11 @@ class SumSettings:
         check_choice("wire", self.wire, ("auto", *WIRES))
 
     @property
-    def algorithm_name(self) -> AlgorithmName:
-        return cast("AlgorithmName", self.algorithm)
+    def algorithm_name(self) -> AlgorithmName | Comparison:
+        return cast("AlgorithmName | Comparison", self.algorithm)
 
     @property
-    def common(self) -> dict[str, str]:
+    def common(self) -> dict[str, Any]:
         """These options by name, which all ranks must share."""
         return {"algorithm": self.algorithm_name, "op": self.op, "wire": self.wire}
 
@@ -64,19 +64,18 @@ class SumSettings:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; pass wire='plain' or 'packed'"
             )
-        algorithms = [algorithm for algorithm, _ in find_all(self.algorithm_name)]
-        unsupported = [a.name for a in algorithms if a is not None and not a.by_chunk]
-        if by_chunk and unsupported:
+        algorithm = find(self.algorithm_name)
+        if algorithm is None:
+            return
+        if by_chunk and not algorithm.by_chunk:
             raise InvalidInputError(
-                f"chunk is not supported with algorithm={self.algorithm!r}: {unsupported[0]} selects from its own "
-                "ranges; leave chunk out, or choose another algorithm"
+                f"chunk is not supported with algorithm={algorithm.name!r}, which selects from its own ranges; leave "
+                "chunk out, or choose another algorithm"
             )
-        reasons = ["" if a is None else a.cannot_count_contributors for a in algorithms]
-        if self.op == MEAN_OF_CONTRIBUTORS and all(reasons):
-            supported = ", ".join(a.name for a in ALGORITHMS.values() if not a.cannot_count_contributors)
+        if self.op == MEAN_OF_CONTRIBUTORS and (reason := algorithm.cannot_count_contributors):
+            supported = ", ".join(other.name for other in ALGORITHMS.values() if not other.cannot_count_contributors)
             raise InvalidInputError(
-                f"op={self.op!r} with algorithm={self.algorithm!r}, which {reasons[0]}; expected auto or one of "
-                f"{supported}"
+                f"op={self.op!r} with algorithm={algorithm.name!r}, which {reason}; expected auto or one of {supported}"
             )
 
     @property

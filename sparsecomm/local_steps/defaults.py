@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast
 
-from sparsecomm.algorithms import AlgorithmName, find, name_of
+from sparsecomm.algorithms import AlgorithmName, Comparison, find, name_of
 from sparsecomm.checks import quote, to_bool, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.schedule import SyncSchedule
@@ -84,7 +84,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[LocalStepsSettings, Reduc
     return settings, cast("ReducerOptions", {name: value for name, value in options.items() if name not in own})
 
 
-def auto_algorithm(sync_every: int) -> AlgorithmName:
+def auto_algorithm(sync_every: int) -> Comparison:
     """Return the choice that "auto" stands for: of two algorithms, the one that reaches the same loss in less time.
 
     `_FEWEST_BYTES` needs more rounds than `_BEST_LOSS`, so its predicted time is multiplied by the ratio of rounds
@@ -92,8 +92,7 @@ def auto_algorithm(sync_every: int) -> AlgorithmName:
     """
     H = min(sync_every, TRAINED[_FEWEST_BYTES][-1][0])
     more = round(relative_steps(nats(_FEWEST_BYTES, H)) / relative_steps(nats(_BEST_LOSS, H)), 2)
-    weight = f"*{more:g}" if more > 1 else ""
-    return cast("AlgorithmName", f"{_FEWEST_BYTES}{weight}|{_BEST_LOSS}")
+    return Comparison(((_FEWEST_BYTES, max(more, 1.0)), (_BEST_LOSS, 1.0)))
 
 
 def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpack[ReducerOptions]) -> ReducerOptions:
@@ -101,7 +100,7 @@ def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpac
 
     Not every algorithm counts contributors, a dense sum leaves no residual to decay, and float64 sums are sent exactly.
     """
-    name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
+    name: str | Comparison = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
     name = auto_algorithm(sync_every) if isinstance(name, str) and name == "auto" else name
     algorithm = find(name)  # None for a choice of several; then one that counts contributors is chosen
     fitting: ReducerOptions = {}
@@ -111,4 +110,4 @@ def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpac
         fitting["decay"] = 1.0
     if any(spec.accumulator.itemsize == 8 for spec in specs):
         fitting["wire"] = "auto"
-    return {**DEFAULTS, **fitting, **options, "algorithm": name}
+    return {**DEFAULTS, **fitting, **options, "algorithm": cast("AlgorithmName", name)}

@@ -236,7 +236,7 @@ class ReducerSettings(SumSettings):
                 f"decay={decay!r} has no effect with algorithm='dense', which leaves no residual; remove one"
             )
         # These algorithms have their own way to sum inside nodes.
-        if self.algorithm_name.startswith("hierarchical"):
+        if isinstance(self.algorithm, str) and self.algorithm.startswith("hierarchical"):
             if self.nodes not in ("auto", False):
                 raise InvalidInputError(f"algorithm={self.algorithm!r} does not work with nodes=; remove one of them")
             checked["nodes"] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class SparseVector:
     values: Array
     size: int
     shape: tuple[int, ...]
+    densify: ClassVar[Callable[[interop.Tensor, SparseVector], None]]  # set by sparsecomm.backends
 
     def __init__(self, indices: object, values: object, size: int, shape: tuple[int, ...] | None = None) -> None:
         """Make a vector from arrays, which are checked, and converted if necessary.
@@ -145,8 +146,6 @@ class SparseVector:
             InvalidInputError: ``out`` cannot be used; or an index is not in [0, size), because this vector's arrays
                 were modified. On a CUDA device, such an entry is omitted instead.
         """
-        from sparsecomm import backends  # imported here, because backends import this module
-
         if out is None:
             out = np.empty_like(self._like, shape=self.shape)  # dispatches to CuPy
         target = interop.tensor(out, "out", writable=True)
@@ -155,9 +154,7 @@ class SparseVector:
         if (target.dtype.itemsize == 8) != (self._accumulator.itemsize == 8):
             expected = f"expected a dtype whose accumulator dtype is {self._accumulator}"
             raise InvalidInputError(f"out: got {target.dtype}; {expected}; allocate it with that dtype")
-        backend = backends.of(target.device)
-        with backend.on_stream(target):
-            backend.densify(target, self)
+        SparseVector.densify(target, self)
         return out
 
     def to_torch(self) -> torch.Tensor:

@@ -66,7 +66,6 @@ cdef enum:
     FIRST = 65_536  # bytes in the first piece of a message
 
 cdef double POLL_INTERVAL = 0.05  # seconds between checks of signals, the timeout and control messages
-cdef double PING_INTERVAL = 0.25  # seconds until the first ping of the peer; the interval doubles after each ping
 cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes before it sleeps
 cdef double MIN_SLEEP = 20e-6, MAX_SLEEP = 200e-6  # seconds
 
@@ -106,7 +105,7 @@ cdef struct PeerTraffic:
 cdef struct WaitState:
     double began  # time at which the first test failed; 0 before
     double next_poll  # time of the next poll
-    double next_ping  # seconds of waiting after which to ping next
+    double next_ping  # the latest result of `poll`
 
 
 cdef shortened(message, Py_ssize_t nbytes, memory):
@@ -181,8 +180,9 @@ cdef class Transfer:
 cdef class Endpoint:
     """Sends and receives on a communicator that nobody else uses.
 
-    A subclass defines three methods. ``poll(peer, waited, ping)`` raises to end a wait. ``failure(code, peer)`` returns
-    the error for an MPI error code, and ``oversized(source, nbytes)`` the error for a piece that is too long.
+    A subclass defines three methods. ``poll(peer, waited, next_ping)`` raises to end a wait; its result is the next
+    ``next_ping``. ``failure(code, peer)`` returns the error for an MPI error code, and ``oversized(source, nbytes)``
+    the error for a piece that is too long.
     """
 
     cdef MPI_Comm comm
@@ -476,7 +476,7 @@ cdef class Endpoint:
         if state.began == 0:
             state.began = now
             state.next_poll = now + min(POLL_INTERVAL, self.timeout)
-            state.next_ping = PING_INTERVAL
+            state.next_ping = 0.0
         if not give_way(now - state.began, self.spin):
             return now >= state.next_poll
         if MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, MPI_STATUS_IGNORE) != MPI_SUCCESS:
@@ -487,12 +487,9 @@ cdef class Endpoint:
         """Run the handlers of signals that have arrived, then call `poll`."""
         cdef double now = monotonic()
         cdef double waited = now - state.began
-        cdef bint ping = waited >= state.next_ping
         poll_signals()
-        if ping:
-            state.next_ping = 2 * state.next_ping + PING_INTERVAL  # the interval between pings doubles
         state.next_poll = min(now + POLL_INTERVAL, state.began + self.timeout)
-        self.poll(peer, waited, ping)
+        state.next_ping = self.poll(peer, waited, state.next_ping)
         return 0
 
     # -- control messages, and cleaning up after calls ----------------------------------------------------------------

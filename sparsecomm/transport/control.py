@@ -46,6 +46,7 @@ WAITING, LEFT, LEFT_BY_MISMATCH, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN, CONTENTS =
 _ERRORS = {LEFT: TransportError, LEFT_BY_MISMATCH: CollectiveMismatchError, LEFT_BY_DEATH: RankFailedError}
 _KIND_OF_ERROR = {error: kind for kind, error in _ERRORS.items()}
 MAX_CONTROL_BYTES = 1000  # short enough to be sent without waiting for the receiver
+FIRST_PING = 0.25  # seconds of waiting before the first `WAITING` message; the interval doubles after each message
 _MAX_DEAD_RANKS = 32  # named in a control message
 _MAX_NUMBER = 2**62  # of a call or a round
 _MAX_STORED = 10_000  # control messages about this call and later ones
@@ -296,18 +297,22 @@ class FailureDetector(Transport):
 
     # -- waits --------------------------------------------------------------------------------------------------------
 
-    def _check_wait(self, peer: int, waited: float, *, ping: bool) -> None:
+    def _check_wait(self, peer: int, waited: float, next_ping: float) -> float:
         """Raise if the wait for ``peer`` must end after ``waited`` seconds. Call `_receive_control` first.
 
-        ``ping``: send a `WAITING` message to the peer.
+        Send a `WAITING` message to the peer if the wait has reached ``next_ping`` seconds. Return the next value of
+        ``next_ping``; the first one is `FIRST_PING`.
         """
         self._check_leavers()
         self._check_waiters()
         self._check_ahead(peer, waited)
         if waited >= self.timeout:
             raise self._timed_out(peer)
-        if ping and peer != self.rank:
+        if waited < next_ping:
+            return next_ping
+        if peer != self.rank:
             self._send_control(peer, WAITING, self._call)
+        return 2 * next_ping + FIRST_PING
 
     def _check_leavers(self) -> None:
         """Raise if another rank has left this call, or has noticed that the ranks' calls are out of step."""

@@ -20,6 +20,7 @@ from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import abi, job
 from sparsecomm.transport.base import PeerTraffic, Request
 from sparsecomm.transport.control import (
+    FIRST_PING,
     MAX_CONTROL_BYTES,
     ControlMessage,
     FailureDetector,
@@ -103,10 +104,10 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def poll(self, peer: int, waited: float, ping: bool) -> None:
-        """Raise if the wait for ``peer`` must end, as `_check_wait`. `_mpi.Endpoint` calls it during a wait."""
+    def poll(self, peer: int, waited: float, next_ping: float) -> float:
+        """Call `_check_wait`. `_mpi.Endpoint` calls it during a wait; ``next_ping`` is 0 in the first call."""
         self._receive_control(0.0)
-        self._check_wait(peer, waited, ping=ping)
+        return self._check_wait(peer, waited, next_ping or FIRST_PING)
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         self.send_control(_CONTROL.pack(self._token, self.number, kind) + text, to)

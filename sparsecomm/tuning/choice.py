@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, alternatives
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, Comparison, alternatives
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.quantities import number_text, time_text
@@ -25,7 +25,7 @@ class CostQuery:
     n: int  # elements
     k: int  # entries per rank
     value_bytes: int  # of a value in the accumulator dtype
-    algorithm: str = "auto"  # or a name, or weighted names separated by ``|``
+    algorithm: str | Comparison = "auto"
     wire: str = "auto"
     contributors: bool = False  # whether the algorithm must know how many ranks contribute to each entry
 
@@ -143,7 +143,7 @@ def bucket_bytes(
     num_nodes: int,
     density: float,
     costs: Costs,
-    algorithm: str = "auto",
+    algorithm: str | Comparison = "auto",
     wire: str = "auto",
     *,
     on_gpu: bool = False,

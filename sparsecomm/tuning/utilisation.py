@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from sparsecomm.algorithms import Comparison
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.tuning.choice import CostQuery, bucket_bytes, decide
 from sparsecomm.tuning.profile import DEFAULT
@@ -96,7 +97,7 @@ class Training:
 class Exchange:
     """The exchanges of a training."""
 
-    algorithm: str = GLOO  # or one of `sparse_allreduce`
+    algorithm: str | Comparison = GLOO  # or one of `sparse_allreduce`
     wire: str = "auto"
     density: float = 1.0  # share of the elements that a rank selects
     sync_every: int | None = None  # local steps per round; None: gradients are summed in every step
@@ -166,7 +167,7 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
         end = max(end, begin) + call.seconds
     end = max(computed, end)
     waited = max(0.0, end + background - computed - exchange.delay * training.step_seconds)
-    algorithm, wire = calls[0][:2] if calls else (exchange.algorithm, exchange.wire)
+    algorithm, wire = calls[0][:2] if calls else (str(exchange.algorithm), exchange.wire)
     total, work = computed + foreground + waited, foreground + background + sum(call.work for call in calls)
     seconds, nbytes = sum(call.seconds for call in calls) + background + foreground, sum(call.nbytes for call in calls)
     utilisation, participants = computed / total, training.ranks // m

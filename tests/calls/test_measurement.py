@@ -16,6 +16,7 @@ import sparsecomm as sc
 from sparsecomm.calls import collectives
 from sparsecomm.calls.measurement import costs_for_steps, costs_of, measured_links
 from sparsecomm.calls.queue import Handle
+from sparsecomm.local_steps.defaults import auto_algorithm
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
 from sparsecomm.tuning.profile import KnownCosts
@@ -127,7 +128,7 @@ def test_a_measurement_takes_one_and_a_half_round_trips(P: int) -> None:
         ({}, None, (2, 2)),
         ({}, "none", (1, 1)),
         ({"algorithm": "tree"}, None, (1, 2)),  # for a wire format alone nothing is measured
-        ({"algorithm": "split:2|allgather", "wire": "packed_int2"}, None, (2, 2)),
+        ({"algorithm": auto_algorithm(1), "wire": "packed_int2"}, None, (2, 2)),
         ({"algorithm": "tree", "wire": "packed"}, None, (1, 2)),
     ],
 )

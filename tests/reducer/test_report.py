@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.local_steps.defaults import auto_algorithm
 from sparsecomm.quantities import bytes_text
 from sparsecomm.transport import simulated
 from sparsecomm.transport.base import PeerTraffic
@@ -99,7 +100,7 @@ def test_what_local_steps_take_is_what_explain_says() -> None:
             local.step(parameters)
         options: Any = {"op": "mean_of_contributors", "wire": "packed_int2"}
         k = 64 * (n // 4096) + 64
-        best = sc.explain(n, k, comm=transport, algorithm="split:2|allgather", **options).candidates[0]
+        best = sc.explain(n, k, comm=transport, algorithm=auto_algorithm(2), **options).candidates[0]
         report = lines_of(local.report())
         assert report["set-up"].startswith(
             f"{bytes_text(transport.counters.setup[0])} sent"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsecomm as sc
+from sparsecomm.algorithms import Comparison
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import EXACT, WIRES
@@ -83,7 +84,8 @@ def test_a_weight_multiplies_the_cost_of_one(weight: float) -> None:
     """The predicted and printed seconds do not include the weight."""
     n, k = 1_000_000, 10_000
     plain, weighted = (
-        explained(n, k, nodes=[0, 1, 2, 3], algorithm=f"split{text}|tree") for text in ("", f"*{weight}")
+        explained(n, k, nodes=[0, 1, 2, 3], algorithm=Comparison((("split", factor), ("tree", 1.0))))
+        for factor in (1.0, weight)
     )
     assert {c.algorithm.name: c.seconds for c in plain.candidates} == {
         c.algorithm.name: c.seconds for c in weighted.candidates
@@ -94,14 +96,6 @@ def test_a_weight_multiplies_the_cost_of_one(weight: float) -> None:
     assert (f"times a weight of {weight:g}" in str(weighted)) == (weight != 1)
     if {best.weight, second.weight} != {1}:
         assert f"would take {second.cost / best.cost:.2f} times as long, with the weight" in str(weighted)
-
-
-@pytest.mark.parametrize(
-    "name", ["split*2", "split*|tree", "split*0.5|tree", "split*x|tree", "auto|tree*1e3", "*2|tree"]
-)
-def test_weights_that_are_none(name: str) -> None:
-    with pytest.raises(sc.InvalidInputError, match="algorithm="):
-        explained(1000, 10, algorithm=name)
 
 
 costs = st.floats(0, 1e-3)

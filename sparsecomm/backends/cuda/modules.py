@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 import sparsecomm._kernels
-from sparsecomm.backends.adamw import MAX_JUMP, OVERFLOWS
 from sparsecomm.backends.base import LANES, SQUARES_TILE
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
@@ -138,8 +137,6 @@ def bucket_definitions(real: ArrayDType, int64_indices: bool = False) -> tuple[s
         _index(int64_indices),
         f"TILE={SQUARES_TILE}u",
         f"SQUARES_LANES={LANES}u",
-        f"MAX_JUMP={MAX_JUMP}",
-        f"OVERFLOWS={OVERFLOWS}",
     )
 
 

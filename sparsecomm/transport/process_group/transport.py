@@ -22,7 +22,7 @@ from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
 from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import job
 from sparsecomm.transport.base import HOST, Bytes, DenseCollectives, MessageMemory, PeerTraffic, Request
-from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
+from sparsecomm.transport.control import FIRST_PING, ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.process_group import _connections
 from sparsecomm.transport.process_group.collectives import collectives_of
 
@@ -30,7 +30,6 @@ Connections = _connections.Connections
 DATA, MORE, GOODBYE, SENT = _connections.DATA, _connections.MORE, _connections.GOODBYE, _connections.SENT
 DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
 
-_PING = 0.25  # seconds until the first ping of a peer; the interval doubles after each ping
 _CHECK = 1.0  # maximum seconds between checks of signals during a wait
 _CLOSE_TIMEOUT = 1.0  # seconds that closing waits for a peer that receives nothing
 # A broadcast in which the root would send more bytes goes from rank to rank, in pieces of this size.
@@ -234,7 +233,7 @@ class ProcessGroupTransport(FailureDetector):
     def _wait(self, peer: int, done: Callable[[], bool]) -> None:
         if done():
             return
-        began, next_ping = time.monotonic(), _PING
+        began, next_ping = time.monotonic(), FIRST_PING
         while True:
             self._handle_pending()
             if done():
@@ -244,14 +243,12 @@ class ProcessGroupTransport(FailureDetector):
                 raise self._lost_error(peer)
             poll()
             waited = time.monotonic() - began
-            if waited >= _PING and not self._is_usable():
+            if waited >= FIRST_PING and not self._is_usable():
                 raise TransportError(
                     f"rank {self.rank}: the process group was destroyed while call {self.number} waited for rank "
                     f"{peer}. Destroy a group only after its calls have ended."
                 )
-            if ping := waited >= next_ping:
-                next_ping = 2 * next_ping + _PING
-            self._check_wait(peer, waited, ping=ping)
+            next_ping = self._check_wait(peer, waited, next_ping)
             self._handle_next(min(next_ping - waited, self.timeout - waited, _CHECK))
 
     def _receive_control(self, seconds: float) -> None:
