@@ -66,9 +66,9 @@ EXTENSIONS = [
         extra_link_args=["-pthread"],
     ),
     Extension(
-        "sparsecomm.patches._codec",
+        "sparsecomm.backends._codec",
         [
-            "sparsecomm/patches/_codec.pyx",
+            "sparsecomm/backends/_codec.pyx",
             *sorted(glob("kernels/patches/*.cpp")),
             *(f"kernels/cpu/{name}.cpp" for name in ("pool", "processor")),
         ],

@@ -186,8 +186,8 @@ bool get_set(Reader& from, uint32_t* set, size_t count, size_t size, bool others
     return true;
 }
 
-// Writes numbers, whose distribution is rarely geometric. First come their low bits. Then, for the numbers without these bits,
-// come the sets of those larger than 0, 1, 2 ... The last few numbers are in Rice codes.
+// Writes numbers, whose distribution is rarely geometric. First come their low bits. Then, with these bits removed, come the
+// sets of the numbers larger than 0, 1, 2 ... The last few numbers are in Rice codes.
 void put_values(Writer& writer, const uint64_t* values, size_t count, std::vector<uint32_t>& set, std::vector<uint32_t>& gaps) {
     double total = 0;
     for (size_t i = 0; i < count; i++) total += double(values[i]);

@@ -88,7 +88,7 @@ def load(
 
     A checkpoint with a damaged file is skipped with a warning, and the one before it is tried. If the world size has
     changed, residuals are distributed over the new ranks (`reshard`), and everything else comes from the old rank 0.
-    The same happens if a state of `SparseAdamW` has other parts than its rank needs, because nodes have changed.
+    The same happens if a state of `SparseAdamW` has other parts than its rank needs, because the nodes have changed.
     If you use `LocalSteps` and the world size has changed, start from the global parameters. The state of
     `sparsecomm.jax.sparsify` is a value that contains residuals, so load it with the same world size.
 
@@ -246,17 +246,17 @@ class CheckpointFolder:
         if refused is not None:
             raise refused
         if any(survey.steps_by_rank):
-            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            of_step = "" if step is None else f" of step {step}"
             raise InvalidInputError(
-                f"rank {self._transport.rank}: {which} in {self._folder} is complete on all ranks. Steps that each "
-                f"rank sees: {quote(survey.steps_by_rank)}. Restore the missing files, or choose another folder to "
-                "start without them"
+                f"rank {self._transport.rank}: no checkpoint{of_step} in {self._folder} is complete on all ranks. "
+                f"Steps that each rank sees: {quote(survey.steps_by_rank)}. Restore the missing files, or choose "
+                "another folder to start without them"
             )
         if survey.foreign:
             raise InvalidInputError(
                 f"rank {self._transport.rank}: {self._folder} contains only checkpoints that this call cannot read. "
-                "Load .npz files with sparsecomm.load, .pt files with sparsecomm.torch.load, and .arrays files with "
-                "the earlier version of sparsecomm that saved them, or choose another folder to start without them"
+                "Load .npz files with sparsecomm.load and .pt files with sparsecomm.torch.load, or choose another "
+                "folder to start without them"
             )
         return None
 
@@ -265,8 +265,8 @@ class CheckpointFolder:
     ) -> dict[str, Any] | None:
         """Load objects from states, and return the other values. If an object refuses its state, all ranks raise.
 
-        ``converts``: ``states`` has the states of all ranks of another job; convert them. Otherwise, return ``None`` on
-        all ranks if a state must be converted because nodes have changed.
+        With ``converts``, ``states`` holds the states of all old ranks, from which this rank's states are made. Without
+        it, return ``None`` on all ranks if that is necessary, because the nodes have changed.
         """
         transport, values = self._transport, dict[str, Any]()
         for name, obj in objects.items():
@@ -274,7 +274,7 @@ class CheckpointFolder:
             def adopt(undo: Undo, name: str = name, obj: Any = obj) -> Prepared:
                 state = states[0][name]
                 if converts:
-                    state = self._form.for_world([each[name] for each in states], transport.rank, transport.size)
+                    state = self._form.for_world([saved[name] for saved in states], transport.rank, transport.size)
                 if not hasattr(obj, "load_state_dict"):
                     values[name] = state
                     return Prepared()
@@ -297,10 +297,10 @@ class CheckpointFolder:
         states: list[dict[str, Any]] = []
 
         def read(path: Path, checkpoint: CheckpointId, rank: int) -> str:
-            save_id, found = self._form.read(path, checkpoint, rank)
-            if missing := [name for name in objects if name not in found]:
-                raise InvalidInputError(f"the checkpoint has no {missing[0]!r}; it has {', '.join(map(repr, found))}")
-            states.append(found)
+            save_id, by_name = self._form.read(path, checkpoint, rank)
+            if missing := [name for name in objects if name not in by_name]:
+                raise InvalidInputError(f"the checkpoint has no {missing[0]!r}; it has {', '.join(map(repr, by_name))}")
+            states.append(by_name)
             return save_id
 
         self._read_all(checkpoint, read, ranks)

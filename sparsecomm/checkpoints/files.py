@@ -20,7 +20,7 @@ from sparsecomm.transport import Transport
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 
-SUFFIXES = (".npz", ".pt", ".arrays")  # .arrays: files of earlier development versions
+SUFFIXES = (".npz", ".pt")
 _NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,15}))?(\.[a-z]+)(\.part)?")
 MAX_RUN = 10**15 - 1  # more cannot be in a name; a save may write only names that `find` sees
 _VERSION = 1
@@ -53,8 +53,8 @@ class CheckpointId(NamedTuple):
 
 
 def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
-    """Return the checkpoints in a folder, newest first, and by rank whether its file already has the final name."""
-    found: dict[CheckpointId, dict[int, bool]] = {}
+    """Return the checkpoints in a folder, newest first. For each rank with a file: whether it has its final name."""
+    checkpoints: dict[CheckpointId, dict[int, bool]] = {}
     files: list[str] = []
     with suppress(FileNotFoundError):
         files = os.listdir(folder)
@@ -63,9 +63,9 @@ def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
             step, rank, size, run, renamed = int(name[1]), int(name[2]), int(name[3]), int(name[4] or 1), not name[6]
             checkpoint = CheckpointId(run, step, size)
             if rank < size and checkpoint.path(folder, rank, suffix).name == file.removesuffix(".part"):
-                ranks = found.setdefault(checkpoint, {})
+                ranks = checkpoints.setdefault(checkpoint, {})
                 ranks[rank] = ranks.get(rank, False) or renamed
-    return dict(sorted(found.items(), reverse=True))
+    return dict(sorted(checkpoints.items(), reverse=True))
 
 
 def part_of(path: Path) -> Path:
@@ -166,23 +166,23 @@ class Format:
 
 
 def _key(path: Path, checkpoint: CheckpointId, rank: int) -> tuple[int, ...]:
-    found = os.stat(path)
-    return *checkpoint, rank, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = os.stat(path)
+    return *checkpoint, rank, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _check_archive(file: BinaryIO) -> None:
     """Check that a file is a regular file that fits into memory, and an archive with correct checksums (CRC-32)."""
-    found = os.fstat(file.fileno())
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
         raise InvalidInputError("it is not a regular file")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if found.st_size > memory:
-        raise InvalidInputError(f"it has {found.st_size:,} bytes, and this machine has {memory:,} bytes of memory")
+    if status.st_size > memory:
+        raise InvalidInputError(f"it has {status.st_size:,} bytes, and this machine has {memory:,} bytes of memory")
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise InvalidInputError("it has compressed members, and checkpoints never have any")
-        if sum(member.file_size for member in members) > found.st_size:
+        if sum(member.file_size for member in members) > status.st_size:
             raise InvalidInputError("its members are longer than the file")
         if (damaged := archive.testzip()) is not None:
             raise InvalidInputError(f"the checksum of its member {damaged!r} is wrong")

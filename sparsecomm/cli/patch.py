@@ -23,8 +23,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from sparsecomm.errors import InvalidInputError, PatchError
-from sparsecomm.patches.codec import Patch, apply_to, diff_weights, read_patch
+from sparsecomm.patches.codec import MAGIC, Patch, apply_to, diff_weights, read_patch
 from sparsecomm.patches.elements import DTYPES, Weight
+from sparsecomm.patches.publisher import replacing
 from sparsecomm.patches.safetensors import map_weights
 from sparsecomm.patches.sources import source_of
 from sparsecomm.patches.versions import MANIFEST, MAX_MANIFEST_BYTES, parse, way
@@ -32,6 +33,12 @@ from sparsecomm.quantities import bytes_text, number_text, percent_text
 from sparsecomm.tools import options
 
 HELP = "make, apply and describe patches of safetensors files and published weights"
+_SAFETENSORS, _PATCH = "a file of safetensors", "a patch"
+_KINDS = {MAGIC: _PATCH, b"PK\3\4": "a zip archive, as torch.save and numpy.savez write", b"\x1f\x8b": "a gzip file"}
+_ADVICE = {
+    _SAFETENSORS: ": save tensors with safetensors.torch.save_file, and decompress an anchor with gunzip",
+    _PATCH: ", as `sparsecomm patch diff` or a Publisher writes",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,22 +72,20 @@ def _diff(old: str, new: str, out: str) -> None:
 
 def _apply(base: str, file: str, out: str) -> None:
     with _replacing(Path(out), file) as part:
-        with _naming(file):
-            patch = Path(file).read_bytes()
-            read_patch(patch)
+        patch = _patch(file)
         _weights(base)
         shutil.copyfile(base, part)
         with _naming(f"{file} for {base}"):
-            found = apply_to(patch, _Progress(map_weights(part, writable=True)))
+            description = apply_to(patch, _Progress(map_weights(part, writable=True)))
         shutil.copymode(base, part)
-    print(f"{out} has the weights {found.after}")
+    print(f"{out} has the weights {description.after}")
 
 
 def _info(place: str) -> None:
+    if not place.startswith(("http://", "https://")) and not Path(place).is_dir():
+        _describe(read_patch(_patch(place)))
+        return
     with _naming(place):
-        if not place.startswith(("http://", "https://")) and not Path(place).is_dir():
-            _describe(read_patch(Path(place).read_bytes()))
-            return
         try:
             with source_of(place).fetch(MANIFEST, MAX_MANIFEST_BYTES) as manifest:
                 versions = parse(manifest.read())
@@ -130,7 +135,26 @@ class _Progress(dict[str, Weight]):
 
 def _weights(path: str) -> dict[str, Weight]:
     with _naming(path):
+        _check_kind(path, _SAFETENSORS)
         return map_weights(path)
+
+
+def _patch(path: str) -> bytes:
+    with _naming(path):
+        _check_kind(path, _PATCH)
+        patch = Path(path).read_bytes()
+        read_patch(patch)
+        return patch
+
+
+def _check_kind(path: str, expected: str) -> None:
+    """Raise `InvalidInputError` if a file begins like one of another kind."""
+    with open(path, "rb") as file:
+        beginning = file.read(len(MAGIC))
+    kinds = (kind for magic, kind in _KINDS.items() if beginning.startswith(magic))
+    kind = _SAFETENSORS if beginning[8:9] == b"{" else next(kinds, expected)
+    if kind != expected:
+        raise InvalidInputError(f"it looks like {kind}; expected {expected}{_ADVICE[expected]}")
 
 
 @contextmanager
@@ -147,14 +171,8 @@ def _naming(name: str) -> Iterator[None]:
 @contextmanager
 def _replacing(path: Path, *inputs: str) -> Iterator[Path]:
     """Yield a temporary path, whose file replaces ``path`` at the end. Raise an error if ``path`` is an input."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     with options.writing(path):
         if path.exists() and (not path.is_file() or any(os.path.exists(i) and path.samefile(i) for i in inputs)):
             raise InvalidInputError(f"{path}: is an input or not a regular file; name another output")
-        try:
+        with replacing(path) as part:
             yield part
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.bucket import Addition
 from sparsecomm.reducer.step import error_of
 from sparsecomm.states.schema import State, StateDict
+from sparsecomm.states.values import digest
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
@@ -144,7 +145,7 @@ class GlobalParameters:
         found = {name for name in names if read.get(name, True)}
         for name in found & self.mixed.keys():
             with self.on_stream(name, parameters[name]) as local:
-                if self.mixed[name] == _checksum([self._backends[local.device].memory_of(local)]):
+                if self.mixed[name] == digest([self._backends[local.device].memory_of(local)]):
                     found.discard(name)
         return found
 
@@ -184,7 +185,7 @@ class GlobalParameters:
     def record_mixed(self, name: str, parameter: object) -> None:
         """Record a local parameter after `mix_into`, so that it does not count as trained."""
         with self.on_stream(name, parameter) as local:
-            self.mixed[name] = _checksum([self._backends[local.device].memory_of(local)])
+            self.mixed[name] = digest([self._backends[local.device].memory_of(local)])
 
     # -- means --------------------------------------------------------------------------------------------------------
 
@@ -264,7 +265,7 @@ class GlobalParameters:
 
     def checksum(self, names: Iterable[str]) -> int:
         """Return a 64-bit checksum of some global parameters."""
-        return _checksum(self._arrays[name] for name in self.on_streams(names))
+        return digest(self._arrays[name] for name in self.on_streams(names))
 
 
 def _rounded(values: Array, dtype: DType) -> Array:
@@ -275,14 +276,6 @@ def _rounded(values: Array, dtype: DType) -> Array:
         return values.astype(dtype.view)
     bits = values.view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
-
-
-def _checksum(arrays: Iterable[Array]) -> int:
-    sums = [0, 1]
-    for array in arrays:
-        data = (array if isinstance(array, np.ndarray) else to_host(array)).view(np.uint8).data
-        sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
-    return sums[0] << 32 | sums[1]
 
 
 class Outcome(Enum):

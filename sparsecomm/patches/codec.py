@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsecomm.backends import _codec
 from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError, PatchError, listed
-from sparsecomm.patches import _codec, cuda, elements
+from sparsecomm.patches import cuda, elements
 from sparsecomm.patches.elements import DTYPES, Weight, weights_of
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.interop import Tensor, host_tensor
 
 MAGIC = b"SPARSECOMM PATCH 1\n"
 MAX_HEADER_BYTES = 1 << 26  # of the decompressed header: about a million tensors
@@ -91,8 +92,8 @@ def _codec_of(*tensors: Tensor) -> ModuleType:
 
 def digest(t: Tensor) -> int:
     """Return the 64-bit digest of a tensor's bytes."""
-    found: int = _codec_of(t).digest(t)
-    return found
+    number: int = _codec_of(t).digest(t)
+    return number
 
 
 def version_of(tensors: Mapping[str, tuple[Sequence[int], int]]) -> str:
@@ -210,11 +211,11 @@ def apply(patch: bytes, tensors: object) -> None:
 
 def apply_to(patch: bytes, weights: Mapping[str, Weight]) -> Patch:
     """Apply a patch to weights as `apply` does, and return its description."""
-    found, body = _parse(patch)
-    check_weights(found.tensors, weights)
+    description, body = _parse(patch)
+    check_weights(description.tensors, weights)
     new: dict[str, New] = {}
     unexpected, begin = [], 0  # names of tensors with other weights; where a tensor's changes begin
-    for name, described in found.tensors.items():
+    for name, described in description.tensors.items():
         coded = body[begin : begin + described.nbytes]
         begin += described.nbytes
         decoded = _decode(described, coded, weights[name].tensor)
@@ -225,10 +226,10 @@ def apply_to(patch: bytes, weights: Mapping[str, Weight]) -> Patch:
     if unexpected:
         raise PatchError(
             f"the tensors hold other weights than those for which the patch was made, in {listed(unexpected)} of "
-            f"{len(found.tensors)} tensors; begin with the weights of version {found.before}"
+            f"{len(description.tensors)} tensors; begin with the weights of version {description.before}"
         )
-    write_all(new, weights, found.after)
-    return found
+    write_all(new, weights, description.after)
+    return description
 
 
 def _decode(described: TensorPatch, coded: memoryview, t: Tensor) -> New | None:
@@ -252,7 +253,7 @@ def _decode(described: TensorPatch, coded: memoryview, t: Tensor) -> New | None:
 
 def replacement(data: Array, t: Tensor) -> New:
     """Return ``data``, bytes in host memory, as new elements for a whole tensor."""
-    source = elements.host_tensor(data)
+    source = host_tensor(data)
     return New(digest(source), partial(elements.copy_tensor, source, t))
 
 
@@ -320,11 +321,11 @@ def _decompress(coded: memoryview, nbytes: int, itemsize: int) -> Array | None:
         return None
     if len(data) != nbytes:
         return None
-    whole = np.empty(nbytes, np.uint8)
+    restored = np.empty(nbytes, np.uint8)
     for i in range(0, nbytes, _PIECE * itemsize):
         piece = data[i : i + _PIECE * itemsize]
-        whole[i : i + len(piece)] = piece.reshape(itemsize, -1).T.ravel()
-    return whole
+        restored[i : i + len(piece)] = piece.reshape(itemsize, -1).T.ravel()
+    return restored
 
 
 def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm import backends
+from sparsecomm.backends import _codec
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.backends.cuda.context import Arguments, ceil_div
 from sparsecomm.backends.cuda.modules import patch_definitions
 from sparsecomm.backends.cuda.runtime import fetch, refuse_capture
-from sparsecomm.patches import _codec
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import Device, Tensor
 
@@ -47,9 +47,9 @@ class Located:
         """Write the new elements to a tensor with the shape and dtype of the one they were decoded for."""
         with _on(tensor) as backend:
             for begin, position, value in self._parts:
-                given: Arguments = {"data": tensor.pointer + begin * self._layout.itemsize, "count": len(position)}
-                given |= {"position": position, "value": value}
-                _start(backend, "write_changes", self._layout, given, threads=len(position))
+                arguments: Arguments = {"data": tensor.pointer + begin * self._layout.itemsize, "count": len(position)}
+                arguments |= {"position": position, "value": value}
+                _start(backend, "write_changes", self._layout, arguments, threads=len(position))
             backend.runtime.synchronize()  # before another stream reuses the memory of positions and values
 
 
@@ -57,9 +57,9 @@ def digest(tensor: Tensor) -> int:
     """Return the digest of a tensor's bytes."""
     with _on(tensor) as backend:
         sums = backend.zeros(2, np.uint64)
-        given: Arguments = {"before": tensor, "after": None, "n": tensor.nbytes, "first_block": 0, "sums": sums}
-        given |= {"ranks": None, "changes": None}
-        _start(backend, "compare", _BYTES, given, threads=_WARP * ceil_div(tensor.nbytes, BLOCK))
+        arguments: Arguments = {"before": tensor, "after": None, "n": tensor.nbytes, "first_block": 0, "sums": sums}
+        arguments |= {"ranks": None, "changes": None}
+        _start(backend, "compare", _BYTES, arguments, threads=_WARP * ceil_div(tensor.nbytes, BLOCK))
         return _digest_of(_fetched(backend, sums)[0][0], tensor)
 
 
@@ -142,34 +142,36 @@ class _Part:
         self.members, self.starts = empty(pieces * CLASSES, np.uint32), empty(pieces + 1, np.uint64)
         self.sums = backend.zeros(3, np.uint64)
         before, after = (None if t is None else _here(backend, t, first, nbytes) for t in (old, new))
-        self._given: Arguments = {"before": before, "after": after, "n": size, "first_block": first // BLOCK}
-        self._given |= {"blocks": self._blocks, "members": self.members, "starts": self.starts, "sums": self.sums}
-        self._given |= {"ranks": empty(self._blocks * CLASSES, np.uint32), "changes": empty(self._blocks, np.uint32)}
-        _start(backend, "compare", layout, self._given, threads=_WARP * self._blocks)
-        _start(backend, "offsets", layout, self._given, tiles=pieces)
+        ranks, changes = empty(self._blocks * CLASSES, np.uint32), empty(self._blocks, np.uint32)
+        self._arguments: Arguments = {"before": before, "after": after, "n": size, "first_block": first // BLOCK}
+        self._arguments |= {"blocks": self._blocks, "members": self.members, "starts": self.starts, "sums": self.sums}
+        self._arguments |= {"ranks": ranks, "changes": changes}
+        _start(backend, "compare", layout, self._arguments, threads=_WARP * self._blocks)
+        _start(backend, "offsets", layout, self._arguments, tiles=pieces)
 
     def changes(self, count: int) -> tuple[Array, Array, Array]:
         """Return classes, ranks and distances of the ``count`` changes, by position, in host memory."""
         if not count:
             return np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0, np.uint64)
         dtypes = {"distance": np.uint64, "rank": np.uint32, "label": np.uint8}
-        found = {name: self._backend.runtime.empty(count, dtype) for name, dtype in dtypes.items()}
-        _start(self._backend, "list_changes", self._layout, {**self._given, **found}, threads=_WARP * self._blocks)
-        distance, rank, label = _fetched(self._backend, *found.values())
+        outputs = {name: self._backend.runtime.empty(count, dtype) for name, dtype in dtypes.items()}
+        arguments = self._arguments | outputs
+        _start(self._backend, "list_changes", self._layout, arguments, threads=_WARP * self._blocks)
+        distance, rank, label = _fetched(self._backend, *outputs.values())
         return label, rank, distance
 
     def find(self, counts: Array, rank: Array, distance: Array) -> tuple[Array, Array]:
         """Find decoded changes. Return their positions and new elements; add the new version's hashes to ``sums``."""
         backend, layout = self._backend, self._layout
         self._read = {"begin": np.cumsum(counts, dtype=np.uint32) - counts.ravel(), "rank": rank, "distance": distance}
-        given = self._given | {"ranges": counts.size, "count": len(rank)}
-        given |= {name: _sent(backend, each.ctypes.data, len(each), each.dtype) for name, each in self._read.items()}
+        arguments = self._arguments | {"ranges": counts.size, "count": len(rank)}
+        arguments |= {name: _sent(backend, x.ctypes.data, len(x), x.dtype) for name, x in self._read.items()}
         position = backend.runtime.empty(len(rank), np.uint32)
         value = backend.runtime.empty(len(rank) * layout.itemsize, np.uint8)
-        given |= {"position": position, "value": value, "placed": backend.zeros(self._nbytes, np.uint8)}
-        _start(backend, "place_changes", layout, given, threads=len(rank))
+        arguments |= {"position": position, "value": value, "placed": backend.zeros(self._nbytes, np.uint8)}
+        _start(backend, "place_changes", layout, arguments, threads=len(rank))
         tiles = ceil_div(self._blocks, backend.tuning.patch_threads // _WARP)
-        _start(backend, "find_changes", layout, given, tiles=tiles)
+        _start(backend, "find_changes", layout, arguments, tiles=tiles)
         return position, value
 
 
@@ -199,15 +201,15 @@ def _here(backend: CudaBackend, tensor: Tensor, begin: int, nbytes: int) -> Arra
 
 
 def _start(
-    backend: CudaBackend, name: str, layout: Layout, given: Arguments, *, threads: int = 0, tiles: int = 0
+    backend: CudaBackend, name: str, layout: Layout, arguments: Arguments, *, threads: int = 0, tiles: int = 0
 ) -> None:
-    """Start a kernel with its arguments from ``given``. Pass the number of threads, or of a look-back's tiles."""
+    """Start a kernel, which takes its `_PARAMETERS` from ``arguments``. Pass the number of threads, or of tiles."""
     in_block = backend.tuning.patch_threads
     if tiles:
-        given = given | {"look_back": backend.workspace().look_back(tiles)}
-    given = given | {field: np.uint32(getattr(layout, field)) for field in ("shift", "mask", "low")}
-    given |= {"is_float": layout.is_float}
-    chosen = {parameter: given[parameter] for parameter in _PARAMETERS[name].split()}
+        arguments = arguments | {"look_back": backend.workspace().look_back(tiles)}
+    arguments = arguments | {field: np.uint32(getattr(layout, field)) for field in ("shift", "mask", "low")}
+    arguments |= {"is_float": layout.is_float}
+    chosen = {parameter: arguments[parameter] for parameter in _PARAMETERS[name].split()}
     if grid := tiles or backend.spread(threads, in_block):
         backend.start(backend.prepare("patches.cu", name, patch_definitions(layout.itemsize), grid, in_block, chosen))
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsecomm.backends import _codec
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.patches import _codec, cuda
+from sparsecomm.patches import cuda
 from sparsecomm.tensors import _dlpack, interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DTYPES as OF_GRADIENTS
 from sparsecomm.tensors.dtypes import DType
-from sparsecomm.tensors.interop import CPU, Tensor
+from sparsecomm.tensors.interop import CPU, Tensor, host_tensor
 
 _SAMPLE = 4096  # number of elements from which `lowest_class` is computed
 # Position and width of the exponent, by dtype; the sign is the highest bit.
@@ -54,38 +54,32 @@ class Weight(NamedTuple):
 def tensor_of(obj: Any, name: str, *, writable: bool = False) -> Tensor:
     """Return an array with one of `DTYPES` as a tensor; raise `InvalidInputError` if it cannot be used."""
     obj = getattr(obj, "detach", lambda: obj)()  # a parameter of PyTorch
-    dtype = str(getattr(obj, "dtype", "")).removeprefix("torch.")
-    if dtype.startswith("float8") and (torch := sys.modules.get("torch")) and isinstance(obj, torch.Tensor):
-        # PyTorch 2.6 exports no float8.
-        t = interop.tensor(obj.view(torch.uint8), name, writable=writable, dtypes=DTYPES)
-        return Tensor(t.pointer, t.size, t.shape, DTYPES[dtype], t.device, t.readonly, t.owner, t.stream)
     return interop.tensor(obj, name, writable=writable, dtypes=DTYPES)
 
 
 def weights_of(tensors: object, *, writable: bool = False) -> dict[str, Weight]:
     """Return the weights in a mapping or in pairs of names and tensors, or a single tensor, named ""."""
     pairs = [("", tensors)] if interop.is_tensor(tensors) else interop.named(tensors)
-    found = {}
+    weights = {}
     for name, obj in pairs:
         t = tensor_of(obj, name or "tensor", writable=writable)
-        if name in found:
+        if name in weights:
             raise InvalidInputError(f"tensors: the name {name!r} appears twice; names must be unique")
-        found[name] = Weight(name, t.dtype.name, t.shape, t)
-    return found
+        weights[name] = Weight(name, t.dtype.name, t.shape, t)
+    return weights
 
 
-def check_names(expected: Mapping[str, object], found: Mapping[str, object], what: str) -> None:
-    """Raise `InvalidInputError` unless the same names are expected and found."""
-    if expected.keys() != found.keys():
-        parts = {"missing": expected.keys() - found.keys(), "not expected:": found.keys() - expected.keys()}
+def check_names(expected: Mapping[str, object], actual: Mapping[str, object], what: str) -> None:
+    """Raise `InvalidInputError` unless two mappings have the same names."""
+    if expected.keys() != actual.keys():
+        parts = {"missing": expected.keys() - actual.keys(), "not expected:": actual.keys() - expected.keys()}
         seen = "; ".join(f"{part} {listed(sorted(names))}" for part, names in parts.items() if names)
         raise InvalidInputError(f"{what}: {seen}. Pass the same tensors, with the same names")
 
 
 def same_kinds(weights: Mapping[str, Weight], others: Mapping[str, Weight]) -> bool:
     """Return whether weights have equal names, dtypes and shapes."""
-    kinds, other_kinds = ({name: weight[1:3] for name, weight in each.items()} for each in (weights, others))
-    return kinds == other_kinds
+    return {name: weight[1:3] for name, weight in weights.items()} == {name: w[1:3] for name, w in others.items()}
 
 
 def updated(copies: dict[str, Weight], weights: Mapping[str, Weight], *, on_host: bool) -> dict[str, Weight]:
@@ -107,11 +101,6 @@ def _empty_like(t: Tensor, on_host: bool) -> Tensor:
 def on_gpu(*tensors: Tensor) -> bool:
     """Return whether any of the tensors is on a GPU."""
     return any(t.device.kind == "cuda" for t in tensors)
-
-
-def host_tensor(data: Array) -> Tensor:
-    """Return bytes in host memory as a tensor."""
-    return Tensor(_dlpack.address(data), data.size, data.shape, DTYPES["uint8"], CPU, False, data)
 
 
 def bytes_of(t: Tensor) -> Array:

@@ -6,9 +6,10 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from sparsecomm.checks import check_choice, quote, to_int
@@ -112,7 +113,7 @@ class Publisher:
         weights = weights_of(tensors)
         check_names_and_dtypes(weights)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Lists of versions that may be in the folder: two after an error before or after the renaming.
+        # Lists of versions that may be in the folder. After an error, it may be the old one or the new one.
         self._manifests = [self._read_manifest()]
         with suppress(PatchError):
             versions = parse(self._manifests[0])
@@ -176,7 +177,7 @@ class Publisher:
         self._running = future
 
     def wait(self) -> None:
-        """Wait for the background publication. Raise its error unless you have got it from the future."""
+        """Wait for the background publication. Raise its error unless the future has already raised or returned it."""
         if self._running is not None:
             futures.wait([self._running])
             running, self._running = self._running, None
@@ -263,24 +264,29 @@ class Publisher:
         self._manifests.append(manifest)
         self._write(MANIFEST, [manifest])
         self._manifests = [manifest]
-        kept = {file.name for version in versions for file in (version.patch, version.anchor) if file}
+        names = {file.name for version in versions for file in (version.patch, version.anchor) if file}
         with suppress(OSError):  # the version exists; the next publication tries again
             for path in self._folder.iterdir():
-                if path.name not in kept and _WRITTEN.fullmatch(path.name):
+                if path.name not in names and _WRITTEN.fullmatch(path.name):
                     with suppress(OSError):
                         path.unlink()
 
     def _write(self, name: str, data: Iterable[bytes]) -> File:
-        """Write a file under a temporary name, make it durable, and rename it."""
-        part = self._folder / f".{name}-{secrets.token_hex(4)}.part"
-        try:
-            with part.open("xb") as file:
-                size = sum(file.write(piece) for piece in data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self._folder / name)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
-        return File(name, size)
+        """Write a file, which appears when it is complete."""
+        with replacing(self._folder / name) as part, part.open("xb") as file:
+            return File(name, sum(file.write(piece) for piece in data))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path. At the end, make the file there durable, and rename it to ``path``."""
+    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise

@@ -59,10 +59,10 @@ class Ranks(Source):
 
     def fetch(self, name: str, max_bytes: int) -> BinaryIO:
         """See `Source.fetch`."""
-        found = self._ahead.pop(name, None) or self._round(name, max_bytes)[name]
-        if isinstance(found, OSError):
-            raise found
-        return found
+        file = self._ahead.pop(name, None) or self._round(name, max_bytes)[name]
+        if isinstance(file, OSError):
+            raise file
+        return file
 
     def finish(self) -> None:
         """Help to distribute files until all ranks have finished."""
@@ -78,25 +78,25 @@ class Ranks(Source):
         words = np.frombuffer(_QUESTION.pack(max_bytes, self._holds, name.encode()), "<u8").tolist()
         gather = WordsGather(self._transport, words, Label.of(("call", "files of a version")))
         queue_of(self._transport).call(gather)
-        questions = _QUESTION.iter_unpack(np.array(gather.words, "<u8").tobytes())
-        asked = [(other.rstrip(b"\0").decode(), limit, held.hex()) for limit, held, other in questions if other[0]]
-        found = {}
-        for other, limit in {other: limit for other, limit, _ in asked}.items():
-            found[other] = file = self._distribute(other, limit)
+        answers = _QUESTION.iter_unpack(np.array(gather.words, "<u8").tobytes())
+        questions = [(limit, weights, asked.rstrip(b"\0").decode()) for limit, weights, asked in answers]
+        files = {}
+        for other, limit in {asked: limit for limit, _, asked in questions if asked}.items():
+            files[other] = file = self._distribute(other, limit)
             if other == MANIFEST and not isinstance(file, OSError) and not self._has_list:
                 self._has_list = True
-                self._send_ahead(file, [held for *_, held in asked])
+                self._send_ahead(file, [weights.hex() for _, weights, asked in questions if asked])
             if other != name:
                 _close(file)
-        return found
+        return files
 
-    def _send_ahead(self, manifest: BinaryIO, held_by_rank: list[str]) -> None:
+    def _send_ahead(self, manifest: BinaryIO, weights_by_rank: list[str]) -> None:
         """Distribute the files that lead the ranks to the newest version."""
         links: dict[str, int] = {}
         with suppress(PatchError):  # the ranks find the same error in the list of versions
             versions = parse(manifest.read())
-            for held in held_by_rank:
-                links |= {link.file.name: link.file.nbytes for link in way(versions, held, ())[1]}
+            for weights in weights_by_rank:
+                links |= {link.file.name: link.file.nbytes for link in way(versions, weights, ())[1]}
         manifest.seek(0)
         for name, nbytes in links.items():
             self._ahead[name] = self._distribute(name, nbytes)

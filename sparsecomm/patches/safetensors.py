@@ -22,9 +22,9 @@ from sparsecomm import config
 from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError, PatchError
 from sparsecomm.patches.codec import check_weights
-from sparsecomm.patches.elements import DTYPES, Weight, bytes_of, host_tensor
+from sparsecomm.patches.elements import DTYPES, Weight, bytes_of
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.interop import Tensor, host_tensor
 
 _NAMES = {
     "float64": "F64",
@@ -101,12 +101,12 @@ def map_weights(path: str | os.PathLike[str], *, writable: bool = False) -> dict
     if size != start + sum(entry.nbytes for entry in entries.values()):
         raise PatchError(f"{path} is damaged: it has {size} bytes, and its header describes another number")
     data: Array = np.memmap(path, np.uint8, "r+" if writable else "r") if size else np.empty(0, np.uint8)
-    found = {}
+    weights = {}
     for name, (_, dtype, shape, begin, nbytes) in entries.items():
         part = host_tensor(data[start + begin :][:nbytes])
         t = Tensor(part.pointer, math.prod(shape), shape, DTYPES[dtype], part.device, not writable, part.owner)
-        found[name] = Weight(name, dtype, shape, t)
-    return found
+        weights[name] = Weight(name, dtype, shape, t)
+    return weights
 
 
 def check_names_and_dtypes(weights: Mapping[str, Weight]) -> None:
@@ -176,9 +176,9 @@ def read_compressed(file: BinaryIO, weights: Mapping[str, Weight], what: str) ->
             entries = read_header(cast(BinaryIO, unpacked), what)
             unpacked.peek(1)  # checks the header's checksum, so that a damaged name does not look like another model's
             check_weights(entries, weights)
-            found: dict[str, Array] = {}
+            data: dict[str, Array] = {}  # by name
             for name, entry in entries.items():
-                found[name] = rest = np.empty(entry.nbytes, np.uint8)
+                data[name] = rest = np.empty(entry.nbytes, np.uint8)
                 while len(rest):
                     if not (count := unpacked.readinto(rest.data)):
                         raise EOFError(f"the bytes of {name!r} are incomplete")
@@ -189,4 +189,4 @@ def read_compressed(file: BinaryIO, weights: Mapping[str, Weight], what: str) ->
         raise
     except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise PatchError(f"{what} is damaged: {error}") from error
-    return found
+    return data

@@ -85,20 +85,16 @@ class Http(Source):
         """See `Source.fetch`."""
         file = temporary_file()  # the caller closes it
         for attempt in range(self._retries + 1):
-            if name == MANIFEST:  # may change between two attempts
-                file.truncate(0)
             try:
                 self._download(f"{self._url}/{name}", file, max_bytes)
-            except (OSError, ValueError, http.client.HTTPException) as failure:  # ValueError: redirected to a non-URL
-                error = failure
-            else:
                 file.seek(0)
                 return file
-            status = None
+            except (OSError, ValueError, http.client.HTTPException) as failure:  # ValueError: redirected to a non-URL
+                error, status = failure, None
             if isinstance(error, urllib.error.HTTPError):
                 status = error.code
                 error.close()
-            if status == 416:  # no bytes are left to download; begin again
+            if status == 416 or name == MANIFEST:  # no bytes are left to download, or the list may change: begin again
                 file.truncate(0)
             if status in _MISSING or isinstance(error, _TooLongError) or attempt == self._retries:
                 break
@@ -133,7 +129,7 @@ class _TooLongError(OSError):
 
 
 def temporary_file() -> BinaryIO:
-    """Return a new file for what is received."""
+    """Return a new temporary file, which stays in memory while it is short."""
     return cast(BinaryIO, tempfile.SpooledTemporaryFile(_IN_MEMORY))
 
 

@@ -156,7 +156,7 @@ class Subscriber:
             codec.apply_to(data, self._targets(changed, tensors))
         else:
             weights = self._targets(data, tensors)
-            new = {name: codec.replacement(found, weights[name].tensor) for name, found in data.items()}
+            new = {name: codec.replacement(content, weights[name].tensor) for name, content in data.items()}
             codec.write_all(new, weights, link.version.weights)
 
     def _targets(self, names: Iterable[str], tensors: dict[str, Any]) -> dict[str, Weight]:

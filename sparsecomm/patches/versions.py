@@ -63,10 +63,10 @@ def dump(versions: Sequence[Version]) -> bytes:
 def parse(data: bytes) -> list[Version]:
     """Return the versions in a manifest, oldest first. Raise `PatchError` if it is damaged."""
     try:
-        found = json.loads(data)
-        if found["format"] != _FORMAT:
-            raise ValueError(f"its format is {quote(found['format'])}; expected {_FORMAT!r}")
-        versions = [_version(*fields) for fields in found["versions"]]
+        manifest = json.loads(data)
+        if manifest["format"] != _FORMAT:
+            raise ValueError(f"its format is {quote(manifest['format'])}; expected {_FORMAT!r}")
+        versions = [_version(*fields) for fields in manifest["versions"]]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise PatchError(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
     if any(later.number <= earlier.number for earlier, later in pairwise(versions)):
@@ -114,9 +114,9 @@ def way(versions: Sequence[Version], weights: str, unusable: Collection[str]) ->
             for more in links[at]:
                 heappush(queue, (nbytes + more.file.nbytes, next(number), more.version.weights, more))
     reached = next((version for version in reversed(versions) if version.weights in last), None)
-    found: list[Link] = []
+    links_back: list[Link] = []  # the last one first
     link = last[reached.weights] if reached is not None else None
     while link is not None:
-        found.append(link)
+        links_back.append(link)
         link = last["" if link.is_anchor else link.version.before]
-    return reached, found[::-1]
+    return reached, links_back[::-1]

@@ -26,7 +26,8 @@ from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
-from sparsecomm.states.weights import checksum, compare_weights
+from sparsecomm.states.values import digest
+from sparsecomm.states.weights import WeightComparison
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
@@ -143,12 +144,12 @@ class Reducer:
             if every is None or not due or self.pending or self._connect().size == 1:
                 return
             try:
-                compare_weights(tensors(), lambda make: self.preliminary_call("weights", make)[0])
+                self.preliminary_call("weights", lambda transport: WeightComparison(transport, tensors()))[0].check()
             except WeightMismatchError:
                 self._open.preliminary.clear()  # so that the next call compares again
                 raise
             if first:
-                self._open.buffers = {n: checksum(interop.content(b, n)[1]) for n, b in self.buffers().items()}
+                self._open.buffers = {n: digest([interop.content(b, n)[1]]) for n, b in self.buffers().items()}
 
     def preliminary_call(self, name: str, make: Callable[[transport.Transport], _Task]) -> tuple[_Task, SparseVector]:
         """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
-
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.errors import listed
@@ -19,8 +17,9 @@ from sparsecomm.reducer.bucket_call import BucketCall
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.owned import OwnedCall
-from sparsecomm.states.weights import FirstStep, checksum
-from sparsecomm.tensors.interop import Tensor, TensorSpec, to_host
+from sparsecomm.states.values import digest
+from sparsecomm.states.weights import FirstStep
+from sparsecomm.tensors.interop import Tensor, TensorSpec
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
@@ -107,7 +106,7 @@ class OpenStep:
         if self.first_gradients is not None and t is not None:
             with bucket.on_stream(t):
                 if 0 < bucket.backend.largest(t) < math.inf:
-                    self.first_gradients[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
+                    self.first_gradients[name] = digest([bucket.backend.memory_of(t)])
         if not self._clips:
             bucket.push(spec, t, how)
         elif t is not None:

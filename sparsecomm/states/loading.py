@@ -39,7 +39,7 @@ class InterruptedElsewhereError(InvalidInputError):
 
 
 class OtherPartsError(InvalidInputError):
-    """A state has other parts of tensors than this rank keeps; `reshard` converts it, given the states of all ranks."""
+    """A state holds other parts of the tensors than this rank keeps; `reshard` converts the states of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _gather_lines(
 ) -> tuple[list[list[str]], BaseException | None]:
     """Return the lines of each rank, and an error or ``None``.
 
-    The list is empty if the gather failed. An error with a list was raised after the gather had succeeded.
+    If the gather failed, the list is empty. Otherwise the error was raised after the gather had succeeded.
     """
     printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
     data = "\n".join(printable).encode()
@@ -136,8 +136,8 @@ def _gather_lines(
     size = -(-max(lengths) // 8) * 8
     words, error = _gather(transport, [("call", "lines")], np.frombuffer(data.ljust(size), "<u8").tolist(), interrupts)
     texts = np.array(words, "<u8").tobytes()
-    found = [texts[size * i : size * i + length].decode() for i, length in enumerate(lengths)] if words else []
-    return [text.split("\n") for text in found], error or first_error
+    texts_by_rank = [texts[size * i : size * i + length].decode() for i, length in enumerate(lengths)] if words else []
+    return [text.split("\n") for text in texts_by_rank], error or first_error
 
 
 def _gather(

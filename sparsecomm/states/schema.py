@@ -92,20 +92,20 @@ class Schema:
                 )
             if missing := [key for key in (*_HEADER, *self.fields) if key not in state]:
                 raise InvalidInputError(f"state: {missing[0]!r} is missing; expected {expected}; {DAMAGED}")
-        found: StateDict = {"format": self.format}
+        entries: StateDict = {"format": self.format}
         for key, field in (*_HEADER.items(), *self.fields.items()):
             with reading(key, field.expected):
                 value = state[key]
                 value = dict(value) if isinstance(value, Mapping) else value
-                found[key] = value.item() if isinstance(value, np.generic) else value
-                if not field.is_valid(found[key], found):
+                entries[key] = value.item() if isinstance(value, np.generic) else value
+                if not field.is_valid(entries[key], entries):
                     raise InvalidInputError(f"state[{key!r}] is {quote(value)}; expected {field.expected}; {DAMAGED}")
-        return found
+        return entries
 
     def read_own(self, state: object, transport: Transport) -> StateDict:
         """Return the entries of a state dict, which must be this rank's: see `read`."""
-        found = self.read(state)
-        size, rank = found["world_size"], found["rank"]
+        entries = self.read(state)
+        size, rank = entries["world_size"], entries["rank"]
         if size != transport.size:
             raise InvalidInputError(
                 f"state['world_size'] is {size}, but this job has {transport.size} ranks; convert the states of all "
@@ -116,30 +116,30 @@ class Schema:
                 f"state['rank'] is {rank}; pass the state of rank {transport.rank}, or one that sparsecomm.reshard "
                 "made for it"
             )
-        return found
+        return entries
 
     def reshard(self, states: Iterable[object], rank: int, size: int) -> StateDict:
         """Return the state dict of rank ``rank`` of ``size`` ranks: see the function `reshard`."""
         old = self._sort_by_rank(states)
         if not (is_count(rank) and is_count(size) and rank < size):
             raise InvalidInputError(f"rank={quote(rank)}, size={quote(size)}: expected a rank from 0 to size - 1")
-        made: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
+        new: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
         for key, field in self.fields.items():
             values = [state[key] for state in old]
             if field.common and (error := check_equal(key, [compared_text(value) for value in values])) is not None:
                 raise error
-            made[key] = values[0] if field.reshard is None else field.reshard(old, rank, size)
-        return made
+            new[key] = values[0] if field.reshard is None else field.reshard(old, rank, size)
+        return new
 
     def _sort_by_rank(self, states: Iterable[object]) -> list[StateDict]:
         by_rank: dict[int, StateDict] = {}
         for state in states:
-            found = self.read(state)
-            rank = found["rank"]
+            entries = self.read(state)
+            rank = entries["rank"]
             if rank in by_rank:
                 raise InvalidInputError(f"states: rank {rank} appears twice; pass each rank's state exactly once")
-            by_rank[rank] = found
-        sizes = sorted({found["world_size"] for found in by_rank.values()})
+            by_rank[rank] = entries
+        sizes = sorted({entries["world_size"] for entries in by_rank.values()})
         if len(sizes) > 1:
             raise InvalidInputError(
                 f"states: they have world sizes {sizes[0]} and {sizes[1]}; pass states that all ranks saved together"
@@ -180,12 +180,12 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     """
     expected = "the values that state_dict() returned on all old ranks"
     with reading("states", expected):
-        each = list(states)
-        schema = _schema_of(each[0]) if each else None
+        old = list(states)
+        schema = _schema_of(old[0]) if old else None
         if schema is None:
-            got = quote(each[0]) if each else "none"
+            got = quote(old[0]) if old else "none"
             raise InvalidInputError(f"states: got {got}; expected {expected}")
-        return schema.reshard(each, rank, size)
+        return schema.reshard(old, rank, size)
 
 
 def _schema_of(state: object) -> Schema | None:
@@ -221,5 +221,5 @@ def are_arrays(kind: str) -> IsValid:
 
 _HEADER = {
     "world_size": Field("at least 1", is_positive),
-    "rank": Field("a rank below world_size", lambda value, found: is_count(value) and value < found["world_size"]),
+    "rank": Field("a rank below world_size", lambda value, fields: is_count(value) and value < fields["world_size"]),
 }

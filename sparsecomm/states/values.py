@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import io
 import json
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
+from sparsecomm.backends import _codec
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, Bytes
@@ -66,11 +66,14 @@ def from_bytes(data: Bytes) -> Any:
 def checksum(value: object) -> int:
     """Return a 64-bit checksum of a plain value, with arrays of any dtype, memory layout or byte order."""
     tree, arrays = _flatten(value)
-    crc, adler = zlib.crc32(tree), zlib.adler32(tree)
-    for _, _, array in arrays:
-        data = array.reshape(-1).view(np.uint8).data
-        crc, adler = zlib.crc32(data, crc), zlib.adler32(data, adler)
-    return crc << 32 | adler
+    return digest([np.frombuffer(tree, np.uint8), *(array for _, _, array in arrays)])
+
+
+def digest(arrays: Iterable[Array]) -> int:
+    """Return a 64-bit checksum of the bytes of contiguous arrays, as fast as host memory can be read."""
+    on_host = (array if isinstance(array, np.ndarray) else interop.to_host(array) for array in arrays)
+    digests = [_codec.digest(interop.host_tensor(array.reshape(-1).view(np.uint8))) for array in on_host]
+    return digests[0] if len(digests) == 1 else digest([np.array(digests, "<u8")])
 
 
 def _flatten(value: object) -> tuple[bytes, list[_PlacedArray]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm.calls.arguments import naming_rank
@@ -16,8 +16,8 @@ from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, listed
 from sparsecomm.primitives.communicator import ROUNDS, broadcast_words, gather_words
 from sparsecomm.signals import deferred
+from sparsecomm.states.values import digest
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
@@ -45,43 +45,27 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         InvalidInputError: an argument is not supported. Nothing was sent.
         TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
-
-    def call(make: Callable[[Transport], WeightComparison]) -> WeightComparison:
-        transport = transport_of(comm)
-        comparison = make(transport)
-        if transport.size > 1:
-            queue_of(transport).call(comparison)
-        return comparison
-
-    compare_weights(tensors, call)
-
-
-@deferred
-def compare_weights(
-    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    call: Callable[[Callable[[Transport], WeightComparison]], WeightComparison],
-) -> None:
-    """Check weights as `check_weights` does.
-
-    ``call(make)`` finds the transport, makes the collective call ``make(transport)``, and returns that comparison.
-    """
-    named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
-    call(lambda transport: WeightComparison(transport, named)).check()
+    transport = transport_of(comm)
+    comparison = WeightComparison(transport, tensors)
+    if transport.size > 1:
+        queue_of(transport).call(comparison)
+    comparison.check()
 
 
 class WeightComparison(WordsGather):
-    """The call of `check_weights`: replaces ``words`` by the position of each rank's first difference from rank 0."""
+    """The call of `check_weights`. Its ``words`` become the position of each rank's first difference from rank 0."""
 
     name = "comparison of words"
 
-    def __init__(self, transport: Transport, named: list[tuple[str, Any]]) -> None:
-        """Compute the checksums of tensors, unless there is only one rank."""
+    def __init__(self, transport: Transport, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Compute the checksums of tensors, unless there is only one rank. Values that are not tensors are ignored."""
+        named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
         self._descriptions: list[tuple[str, str]] = []
         checksums = []
         for name, tensor in named if transport.size > 1 else ():
             description, data = interop.content(tensor, name)
             self._descriptions.append((name, description))
-            checksums.append(checksum(data))
+            checksums.append(digest([data]))
         super().__init__(transport, checksums, Label.of(("call", "check_weights()"), *self._descriptions))
 
     def _exchange(self) -> SparseVector:
@@ -110,7 +94,7 @@ class WeightComparison(WordsGather):
 class FirstStep(WordsGather):
     """Compares gradients, which should differ between ranks, and buffers, which should not, in the first step.
 
-    Differences and equalities are mistakes in some programs and intended in others, so `warn` only warns.
+    Equal gradients and different buffers are mistakes in some programs and intended in others, so `warn` only warns.
     """
 
     name = "gradients and buffers"
@@ -118,7 +102,7 @@ class FirstStep(WordsGather):
     def __init__(self, transport: Transport, gradients: Mapping[str, int], buffers: Mapping[str, int]) -> None:
         """Prepare the call, with checksums of gradients that are finite and not zero, and of buffers."""
         self._buffers = list(buffers)
-        words = [zlib.crc32(repr(sorted(each.items())).encode()) or 1 if each else 0 for each in (gradients, buffers)]
+        words = [zlib.crc32(repr(sorted(x.items())).encode()) or 1 if x else 0 for x in (gradients, buffers)]
         super().__init__(transport, words, Label.of(("call", self.name)))
 
     def warn(self) -> None:
@@ -146,11 +130,6 @@ def _warn(text: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("sparsecomm.", "torch.")):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
-
-
-def checksum(data: Array) -> int:
-    """Return a 64-bit checksum of bytes."""
-    return zlib.crc32(data.data) << 32 | zlib.adler32(data.data)
 
 
 def check_every(every: object) -> int | None:

@@ -5,8 +5,6 @@ from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Device
 
 class Import:
-    """The tensor of a consumed capsule. Deleting this object releases the exporter's memory."""
-
     pointer: int
     size: int
     shape: tuple[int, ...]
@@ -21,8 +19,6 @@ class Import:
     def __init__(self, capsule: object) -> None: ...
 
 class Tensor:
-    """Contiguous memory of another library's array. ``owner`` keeps it alive."""
-
     pointer: int
     size: int
     shape: tuple[int, ...]

@@ -153,8 +153,8 @@ cdef class Tensor:
 
 def overlap(Tensor a not None, Tensor b not None):
     """Return whether two tensors share memory. CUDA has one address space for the host and all GPUs."""
-    cdef Py_ssize_t each = ITEMSIZES[a.code], other = ITEMSIZES[b.code]
-    return a.size > 0 and b.size > 0 and a.pointer < b.pointer + b.size * other and b.pointer < a.pointer + a.size * each
+    cdef uintptr_t a_end = a.pointer + a.size * ITEMSIZES[a.code], b_end = b.pointer + b.size * ITEMSIZES[b.code]
+    return a.size > 0 and b.size > 0 and a.pointer < b_end and b.pointer < a_end
 
 
 cdef Py_ssize_t[4] ITEMSIZES = [2, 2, 4, 8]  # by code of the dtype
@@ -206,27 +206,27 @@ def plain(obj, bint writable, cpu, stream=None):
     if (not known or memory.pointer == 0 and memory.size > 0 or memory.lanes != 1 or not memory.contiguous
             or memory.pointer % <uintptr_t>(memory.bits // 8) or writable and (memory.readonly or memory.copied)):
         return None
-    cdef Tensor found = host_tensor(memory.pointer, memory.size, memory.shape, code, cpu, memory.readonly, memory)
+    cdef Tensor t = host_tensor(memory.pointer, memory.size, memory.shape, code, cpu, memory.readonly, memory)
     if memory.device_type != 1:
-        return on_device(found, memory, exchange, type(cpu), stream)
-    return found
+        return on_device(t, memory, exchange, type(cpu), stream)
+    return t
 
 
-cdef Tensor on_device(Tensor found, Import memory, Exchange* exchange, device, stream):
-    """Return ``found`` as a tensor of a CUDA device; None if ``stream`` would have to wait for the library's stream."""
+cdef Tensor on_device(Tensor t, Import memory, Exchange* exchange, device, stream):
+    """Return ``t`` as a tensor of a CUDA device; None if ``stream`` would have to wait for the library's stream."""
     cdef void* current = NULL
     if memory.device_type != 2 or exchange.current_stream == NULL:
         return None
     if exchange.current_stream(memory.device_type, memory.device_id, &current):
         PyErr_Clear()
         return None
-    found.stream = <uintptr_t>current or 1
-    if stream is not None and stream != found.stream:
+    t.stream = <uintptr_t>current or 1
+    if stream is not None and stream != t.stream:
         return None
     if memory.device_id not in gpus:
         gpus[memory.device_id] = device("cuda", memory.device_id)
-    found.device = gpus[memory.device_id]
-    return found
+    t.device = gpus[memory.device_id]
+    return t
 
 
 cdef plain_array(cnp.ndarray array, bint writable, cpu):

@@ -1,4 +1,4 @@
-"""Types of arrays in host or device memory. `Array` is NumPy's array, and stands for CuPy's, with the same methods."""
+"""Types of arrays in host or device memory. `Array` also stands for CuPy's arrays, which have NumPy's methods."""
 
 from __future__ import annotations
 

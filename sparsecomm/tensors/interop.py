@@ -36,6 +36,7 @@ NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 Tensor = _dlpack.Tensor
 overlap = _dlpack.overlap
 
+_BYTE = DType("uint8", -1, 1, "<u1")
 _WRITABLE = "expected writable memory"
 
 # DLPack's codes: DLDataTypeCode and bits, DLDeviceType.
@@ -140,10 +141,10 @@ def _from_numpy(array: Array, name: str, writable: bool, dtypes: Mapping[str, DT
     if not dtype.isnative:
         seen, advice = f"byte-swapped {dtype.newbyteorder('=').name}", "pass x.astype(x.dtype.newbyteorder('='))"
         _refuse(name, f"got {seen}; expected this machine's byte order; {advice}")
-    if (found := dtypes.get(dtype.name)) is None:
+    if (element := dtypes.get(dtype.name)) is None:
         _refuse_dtype(name, dtype.name, dtypes)
     flags = array.flags
-    t = Tensor(_dlpack.address(array), array.size, array.shape, found, CPU, not flags.writeable, array)
+    t = Tensor(_dlpack.address(array), array.size, array.shape, element, CPU, not flags.writeable, array)
     return _usable(t, name, flags.c_contiguous, writable and t.readonly)
 
 
@@ -151,11 +152,13 @@ def _export(obj: Any, name: str, stream: int | None, dtypes: Mapping[str, DType]
     """Export an array's memory by DLPack 1.x, or by the old protocol."""
     arguments = {} if stream is None else {"stream": stream}
     try:
+        if str(getattr(obj, "dtype", "")).startswith("torch.float8"):  # PyTorch 2.6 does not export these types
+            obj = obj.view(sys.modules["torch"].uint8)
         try:
             capsule = obj.__dlpack__(**arguments, **_DLPACK_1)
         except TypeError:
             capsule = obj.__dlpack__(**arguments)
-        found = _dlpack.Import(capsule)
+        memory = _dlpack.Import(capsule)
     except Exception as error:
         if getattr(obj, "requires_grad", False) is True:
             advice = "pass x.detach(), or p.grad for the gradient of a parameter"
@@ -163,10 +166,10 @@ def _export(obj: Any, name: str, stream: int | None, dtypes: Mapping[str, DType]
             _refuse(name, f"got a tensor that requires grad; {expected}; {advice}")
         seen = f"{name}: {_kind(obj)} does not export its memory ({type(error).__name__}: {error})"
         raise InvalidInputError(f"{seen}; {_expected(dtypes)}; convert it first") from error
-    if found.size and not found.pointer:  # freed by FSDP, or implicit zeros of PyTorch
+    if memory.size and not memory.pointer:  # freed by FSDP, or implicit zeros of PyTorch
         advice = "restore its storage, or make the zeros with torch.zeros"
-        _refuse(name, f"got a tensor of shape {found.shape} without memory; expected one with values; {advice}")
-    return found
+        _refuse(name, f"got a tensor of shape {memory.shape} without memory; expected one with values; {advice}")
+    return memory
 
 
 def _checked(
@@ -187,8 +190,8 @@ def _checked(
     if dtype is None or t.lanes != 1:
         _refuse_dtype(name, _dtype_name(obj, t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"), dtypes)
     device = CPU if kind == "cpu" else Device(kind, t.device_id)
-    found = Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
-    return _usable(found, name, t.contiguous, writable and (t.readonly or t.copied))
+    imported = Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
+    return _usable(imported, name, t.contiguous, writable and (t.readonly or t.copied))
 
 
 def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
@@ -243,6 +246,11 @@ def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...]) -> No
         _refuse(name, f"got {t.dtype}; expected {names}, because x is {x.dtype}; allocate it with that dtype")
 
 
+def host_tensor(data: Array) -> Tensor:
+    """Return bytes in host memory as a tensor."""
+    return Tensor(_dlpack.address(data), data.size, data.shape, _BYTE, CPU, False, data)
+
+
 def as_numpy(t: Tensor) -> Array:
     """Return a flat NumPy view of a CPU tensor (bfloat16 as uint16), read-only if the tensor is."""
     if t.device.kind != "cpu":
@@ -258,7 +266,7 @@ def is_tensor(obj: object) -> bool:
 def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
     """Return pairs of names and tensors from a mapping or an iterable of pairs, without checking the tensors."""
     seen = f"got {type(tensors).__name__}"
-    found = []
+    pairs = []
     try:
         if is_tensor(tensors):
             raise TypeError(seen)
@@ -270,13 +278,13 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
             if not isinstance(name, str):
                 seen = f"got the name {quote(name)}"
                 raise TypeError(seen)
-            found.append((name, tensor))
+            pairs.append((name, tensor))
     except ARGUMENT_ERRORS as error:
         source = "named_parameters" if argument == "named_parameters" else "state_dict"
         raise InvalidInputError(
             f"{argument}: {seen}; expected names and tensors: pass model.{source}(), a dict {{'weight': x}}, or pairs"
         ) from error
-    return found
+    return pairs
 
 
 def content(obj: Any, name: str) -> tuple[str, Array]:
@@ -297,8 +305,7 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     if isinstance(obj, np.ndarray) or _is_jax(obj):
         array = np.ascontiguousarray(obj)
         return f"{array.dtype} {np.shape(obj)}", array.reshape(-1).view(np.uint8)
-    eighth = str(getattr(obj, "dtype", "")).startswith("torch.float8")  # PyTorch 2.6 does not export these types
-    t = _export(obj.view(sys.modules["torch"].uint8) if eighth else obj, name, None, DTYPES)
+    t = _export(obj, name, None, DTYPES)
     if _DEVICES.get(t.device_type) != "cpu" or not t.contiguous:
         seen = "got a tensor that is on a device or not contiguous"
         _refuse(name, f"{seen}; expected contiguous host memory; copy it there first")
@@ -319,8 +326,8 @@ def to_host(array: Array) -> Array:
 
 def from_host(array: Array, like: Array) -> Array:
     """Return a NumPy array as an array of the library of ``like``, on its current device."""
-    found: Array = library_of(like).asarray(array)
-    return found
+    converted: Array = library_of(like).asarray(array)
+    return converted
 
 
 def _current_stream(obj: Any) -> int | None:

@@ -68,8 +68,8 @@ class SparseVector:
                 f"({type(error).__name__})"
             ) from error
         elements = to_int(size)
-        lengths_found = tuple(found for length in lengths if (found := to_int(length)) is not None)
-        if elements is None or len(lengths_found) < len(lengths) or math.prod(lengths_found) != elements:
+        extents = tuple(extent for length in lengths if (extent := to_int(length)) is not None)
+        if elements is None or len(extents) < len(lengths) or math.prod(extents) != elements:
             raise InvalidInputError(
                 f"SparseVector: got size={quote(size)} and shape={quote(shape)}; expected a size from 0 to 2^63 - 1, "
                 "and a shape with that number of elements"
@@ -88,7 +88,7 @@ class SparseVector:
             )
         self.indices = np.ascontiguousarray(index, index_dtype(elements))
         self.values = np.ascontiguousarray(value, np.float64 if value.dtype == np.float64 else np.float32)
-        self.size, self.shape = elements, lengths_found
+        self.size, self.shape = elements, extents
 
     @classmethod
     def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:

@@ -77,14 +77,14 @@ class Message(NamedTuple):
 
 def read(paths: Iterable[Path]) -> dict[int, Rank]:
     """Read trace files, and return their ranks in the order of their numbers."""
-    found: dict[int, tuple[Path, Rank]] = {}
+    files: dict[int, tuple[Path, Rank]] = {}
     for path in paths:
         rank = _read_file(path)
-        if rank.number in found:
-            both = f"{found[rank.number][0]} and {path}"
+        if rank.number in files:
+            both = f"{files[rank.number][0]} and {path}"
             raise InvalidInputError(f"{both} are both of rank {rank.number}: pass one file of each rank")
-        found[rank.number] = path, rank
-    return {number: found[number][1] for number in sorted(found)}
+        files[rank.number] = path, rank
+    return {number: files[number][1] for number in sorted(files)}
 
 
 def _read_file(path: Path) -> Rank:
@@ -141,8 +141,8 @@ def messages(ranks: Mapping[int, Rank]) -> Iterator[Message]:
     calls = [
         (rank.number, (communicator, call.number), call)
         for rank in ranks.values()
-        for communicator, each in rank.calls.items()
-        for call in each
+        for communicator, calls_of_rank in rank.calls.items()
+        for call in calls_of_rank
     ]
     sends: dict[tuple[Any, int, int], list[Part]] = defaultdict(list)
     for number, key, call in calls:
@@ -180,10 +180,10 @@ def late_senders(sent: Iterable[Message], ahead: Mapping[int, Offset]) -> Counte
         late = min(begun, end) - start
         if late > max(0.0, latest.get(id(exchange), (0.0,))[0]):
             latest[id(exchange)] = late, message.receiver, message.sender
-    found: Counter[tuple[int, int]] = Counter()
+    seconds: Counter[tuple[int, int]] = Counter()
     for late, receiver, sender in latest.values():
-        found[receiver, sender] += late  # type: ignore[assignment]
-    return found
+        seconds[receiver, sender] += late  # type: ignore[assignment]
+    return seconds
 
 
 def verdicts(ranks: Mapping[int, Rank]) -> list[str]:
@@ -198,18 +198,18 @@ def verdicts(ranks: Mapping[int, Rank]) -> list[str]:
 def _verdict(communicator: Communicator, ranks: Mapping[int, Rank]) -> str:
     members, _ = communicator
     calls = {r: ranks[r].calls.get(communicator, []) for r in members if r in ranks}
-    failed = [call.number for each in calls.values() for call in each if call.error or call.end is None]
+    failed = [call.number for of_rank in calls.values() for call in of_rank if call.error or call.end is None]
     if not failed:
         return ""
     number = min(failed)
-    made = {r: call for r, each in calls.items() for call in each if call.number == number}
-    (usual, _), *_ = Counter(call.description for call in made.values()).most_common(1)
+    participants = {r: call for r, of_rank in calls.items() for call in of_rank if call.number == number}
+    (usual, _), *_ = Counter(call.description for call in participants.values()).most_common(1)
     lines = [f"Call {number} of {format_ranks(members)} did not end well: {usual}"]
-    for rank, call in made.items():
+    for rank, call in participants.items():
         waited = sorted({peer for exchange in call.exchanges if exchange.error for peer in exchange.waited})
         ended = "its file ends within the call" if call.end is None else call.error.split(". ")[0] or "ended well"
         lines.append(f"  rank {rank}: {f'waited for {format_ranks(waited)}: ' if waited else ''}{ended}")
-    causes = _causes(number, usual, members, ranks, calls, made)
+    causes = _causes(number, usual, members, ranks, calls, participants)
     return "\n".join([*lines, f"=> {next(causes)}"])
 
 
@@ -219,13 +219,13 @@ def _causes(
     members: Sequence[int],
     ranks: Mapping[int, Rank],
     calls: Mapping[int, Sequence[Call]],
-    made: Mapping[int, Call],
+    participants: Mapping[int, Call],
 ) -> Iterator[str]:
     """Yield a text for each possible cause of a failed call, the most certain one first."""
     absent = [r for r in members if r not in ranks]
     if absent:
         yield f"There is no file of {format_ranks(absent)}. Pass all files; a rank without one made no call."
-    others = {r: call.description for r, call in made.items() if call.description != usual}
+    others = {r: call.description for r, call in participants.items() if call.description != usual}
     if others:
         differing = "; ".join(f"rank {r} made {what}" for r, what in others.items())
         yield f"Look at {format_ranks(list(others))}: {differing}."
@@ -237,13 +237,13 @@ def _causes(
             ended = "ended normally" if ranks[r].ended else "wrote nothing more: it died, or is stuck in the program"
             texts.append(f"rank {r} made {done}, and {ended}")
         yield f"Look at {format_ranks(behind)}, which did not make call {number}: {'; '.join(texts)}."
-    own = {r: call for r, call in made.items() if call.error and not call.error.startswith(_CONSEQUENCES)}
+    own = {r: call for r, call in participants.items() if call.error and not call.error.startswith(_CONSEQUENCES)}
     if own:
         rank = min(own, key=lambda r: own[r].end or 0.0)
         yield f"Look at rank {rank}, which left the call with an error of its own: {own[rank].error}"
-    stopped = [r for r, call in made.items() if call.end is None]
-    if 0 < len(stopped) < len(made):
-        left = max(call.end or 0.0 for call in made.values())
+    stopped = [r for r, call in participants.items() if call.end is None]
+    if 0 < len(stopped) < len(participants):
+        left = max(call.end or 0.0 for call in participants.values())
         silent = ", ".join(time_text(max(0.0, left - ranks[r].last)) for r in stopped)
         yield (
             f"Look at {format_ranks(stopped)}, which began the call and wrote nothing more ({silent} before the other "

@@ -33,15 +33,15 @@ _files: dict[Path, TraceFile] = {}  # of this process: one, or one per simulated
 
 def observers_of(transport: Transport) -> list[Observer]:
     """Return the observers that the environment variables ask for."""
-    found: list[Observer] = [Ranges(name) for name in config.ranges() if not transport.simulated]
+    observers: list[Observer] = [Ranges(name) for name in config.ranges() if not transport.simulated]
     if (path := config.trace()) is not None:
         rank, node = (None, b"") if transport.simulated else (job.rank(), job.node_id())
         rank = transport.rank if rank is None else rank
         path = path.with_suffix(f".{rank}{path.suffix}")
         if path not in _files:
             _files[path] = TraceFile(path, rank, node)
-        found.append(Trace(_files[path], transport))
-    return found
+        observers.append(Trace(_files[path], transport))
+    return observers
 
 
 @atexit.register
@@ -154,7 +154,7 @@ _MESSAGES: dict[str, Callable[..., tuple[Sequence[tuple[int, Any]], Sequence[int
 
 def _title(details: dict[str, Any]) -> str:
     messages = {"send to": details.get("sent"), "receive from": details.get("received")}
-    return " and ".join(f"{verb} {', '.join(str(rank) for rank, _ in each)}" for verb, each in messages.items() if each)
+    return " and ".join(f"{verb} {', '.join(str(to) for to, _ in x)}" for verb, x in messages.items() if x)
 
 
 class Trace:

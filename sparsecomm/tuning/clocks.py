@@ -45,7 +45,7 @@ def offsets(
     known = dict[int, Offset]()
     nearest = {rank: (math.inf, -1, Offset(0.0, math.inf)) for rank in ranks}  # a bound, the known rank, the offset
     while nearest:  # Prim's algorithm for the spanning tree with the narrowest bounds
-        rank = min(nearest, key=lambda each: (*nearest[each][:2], each)) if known else next(iter(nearest))
+        rank = min(nearest, key=lambda r: (*nearest[r][:2], r)) if known else next(iter(nearest))
         bound, start, ahead = nearest.pop(rank)
         if math.isfinite(bound):
             known[rank] = Offset(known[start].seconds + ahead.seconds, known[start].bound + ahead.bound)

@@ -1,8 +1,8 @@
-"""Measured losses of trainings, and the number of steps that reach the same loss.
+"""Measured losses of training runs, and the number of steps that reach the same loss.
 
 `TRAINED` is from docs/reports/local-steps.md: 8 ranks, 600 local steps of AdamW. A round sends 64 entries of each chunk
-of 4,096 elements in 2 bits, divides by the number of contributors, and multiplies the residual by 0.8. The trainings
-of `STEPS_TRAINED` exchange in every step: docs/reports/convergence.md and docs/guides/choosing.md.
+of 4,096 elements in 2 bits, divides by the number of contributors, and multiplies the residual by 0.8. The runs of
+`STEPS_TRAINED` exchange in every step: docs/reports/convergence.md and docs/guides/choosing.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-PARTICIPANTS = 8  # number of ranks in all these trainings
+PARTICIPANTS = 8  # number of ranks in all these runs
 # By algorithm: H, and the loss in nats. "dense" is DiLoCo; its outer optimizer is Nesterov's momentum for H > 1.
 TRAINED: dict[str, Sequence[tuple[int, float]]] = {
     "dense": ((1, 1.486), (10, 1.550), (30, 1.577), (100, 1.661)),

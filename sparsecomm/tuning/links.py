@@ -1,9 +1,9 @@
 """Measures the links between ranks: pairs of ranks time messages, and all ranks gather the times.
 
-A group is the ranks of a node, or the first ranks of all nodes. Without a time budget, a rank of a group of 2 m ranks
-exchanges messages only with the rank whose place in the group differs by m. For distant nodes, this takes 1.5 round
-trips, or 2.5 if their number is odd; for near nodes, less than a millisecond. With a budget, all pairs of a group
-exchange short messages, and long messages become as long as the budget allows.
+A group is the ranks of a node, or the first ranks of all nodes. Without a time budget, each rank exchanges messages
+only with the rank half a group away. For distant nodes, this takes 1.5 round trips, or 2.5 if their number is odd; for
+near nodes, less than a millisecond. With a budget, all pairs of a group exchange short messages, and long messages
+become as long as the budget allows.
 """
 
 from __future__ import annotations
@@ -107,28 +107,28 @@ class Probe:
         self, groups: Sequence[Sequence[int]], seconds: float
     ) -> tuple[Link | None, Pair | None, dict[tuple[int, int], float]]:
         """Return the slowest link within groups, the pair with the longest trip, and `Links.fastest`."""
-        everyone, turns = _all_pairs(groups), _half_apart(groups)
-        if not everyone:
+        all_turns, turns = _all_pairs(groups), _half_apart(groups)
+        if not all_turns:
             return None, None, {}
-        (found,) = self._timed((everyone[:1], partial(self._trips, _TRIPS)))
-        count = seconds / 4 / len(everyone) / max(2 * _slowest(found, 0), 1e-7)
-        (found,) = self._timed((everyone, partial(self._trips, int(min(max(_TRIPS, count), _MAX_TRIPS)))))
-        trips = {pair: min(a[0], b[0]) for pair, (a, b) in found.items()}
+        (times,) = self._timed((all_turns[:1], partial(self._trips, _TRIPS)))
+        count = seconds / 4 / len(all_turns) / max(2 * _slowest(times, 0), 1e-7)
+        (times,) = self._timed((all_turns, partial(self._trips, int(min(max(_TRIPS, count), _MAX_TRIPS)))))
+        trips = {pair: min(at_a[0], at_b[0]) for pair, (at_a, at_b) in times.items()}
         farthest = max(trips, key=lambda pair: trips[pair])
-        fastest = {(a, b): theirs[1] for (a, b), (_, theirs) in found.items()}
-        fastest |= {(b, a): own[1] for (a, b), (own, _) in found.items()}
+        fastest = {(a, b): at_b[1] for (a, b), (_, at_b) in times.items()}
+        fastest |= {(b, a): at_a[1] for (a, b), (at_a, _) in times.items()}
         (bursts,) = self._timed((turns, self._burst))
         alpha, nbytes, took = trips[farthest], _MIN_STREAM, 0.0
         while True:
-            (found,) = self._timed((turns, partial(self._stream, nbytes, 1)))
-            took = _slowest(found, 2, fmean)
+            (times,) = self._timed((turns, partial(self._stream, nbytes, 1)))
+            took = _slowest(times, 2, fmean)
             if took > seconds / 4 or nbytes >= _MAX_STREAM:
                 break
             nbytes = min(_MAX_STREAM, int(nbytes * min(16.0, max(2.0, seconds / 2 / max(took, 1e-6))))) // 4 * 4
         count = max(1, math.ceil(seconds / 2 / max(took, 1e-6)))
-        (found,) = self._timed((turns, partial(self._stream, nbytes, min(count, _MAX_TRIPS))))
+        (times,) = self._timed((turns, partial(self._stream, nbytes, min(count, _MAX_TRIPS))))
         gap = median(min(a[2], b[2]) for a, b in bursts.values()) / (_BURST - 1)
-        return _measurable(alpha, (_slowest(found, 2, fmean) - alpha) / nbytes, gap), farthest, fastest
+        return _measurable(alpha, (_slowest(times, 2, fmean) - alpha) / nbytes, gap), farthest, fastest
 
     def _timed(self, *jobs: tuple[Turns, Callable[[int], Times]]) -> list[dict[Pair, PairTimes]]:
         """Time messages between pairs, and return each job's times by pair. Collective.
@@ -140,19 +140,19 @@ class Probe:
             for pairs in turns:
                 peer = next((a + b - self._transport.rank for a, b in pairs if self._transport.rank in (a, b)), -1)
                 self._round += ROUNDS
-                own += [0, 0, 0] if peer < 0 else [_word(its) for its in times(peer)]
+                own += [0, 0, 0] if peer < 0 else map(_word, times(peer))
         self._round += ROUNDS
-        everyones = gather_words(self.comm, own, self._round)
-        found, position = [], 0
+        words_by_rank = gather_words(self.comm, own, self._round)
+        times_by_job, position = [], 0
         for turns, _ in jobs:
-            its: dict[Pair, PairTimes] = {}
+            times_by_pair: dict[Pair, PairTimes] = {}
             for pairs in turns:
                 for a, b in pairs:
-                    times_a, times_b = (map(_seconds, everyones[r][position : position + 3]) for r in (a, b))
-                    its[a, b] = tuple(times_a), tuple(times_b)  # type: ignore[assignment]
+                    times_a, times_b = (map(_seconds, words_by_rank[r][position : position + 3]) for r in (a, b))
+                    times_by_pair[a, b] = tuple(times_a), tuple(times_b)  # type: ignore[assignment]
                 position += 3
-            found.append(its)
-        return found
+            times_by_job.append(times_by_pair)
+        return times_by_job
 
     # -- times between two ranks --------------------------------------------------------------------------------------
     #
@@ -286,13 +286,13 @@ def _all_pairs(groups: Sequence[Sequence[int]]) -> Turns:
 
 
 def _link(
-    found: Mapping[Pair, PairTimes], nbytes: int, combine: Callable[[Sequence[float]], float] = min
+    times: Mapping[Pair, PairTimes], nbytes: int, combine: Callable[[Sequence[float]], float] = min
 ) -> Link | None:
     """Return the slowest link of pairs whose long messages have ``nbytes``; ``None`` without pairs."""
-    if not found:
+    if not times:
         return None
-    gap = median(min(a[1], b[1]) for a, b in found.values())
-    return _measurable(_slowest(found, 0), _slowest(found, 2, combine) / nbytes, gap)
+    gap = median(min(a[1], b[1]) for a, b in times.values())
+    return _measurable(_slowest(times, 0), _slowest(times, 2, combine) / nbytes, gap)
 
 
 def _measurable(alpha: float, beta: float, gap: float) -> Link:
@@ -300,9 +300,9 @@ def _measurable(alpha: float, beta: float, gap: float) -> Link:
     return Link(*(max(value, limit) for value, limit in zip((alpha, beta, min(gap, alpha)), _MIN, strict=True)))
 
 
-def _slowest(found: Mapping[Pair, PairTimes], which: int, combine: Callable[[Sequence[float]], float] = min) -> float:
-    """Return the longest time over all pairs; ``combine`` combines the times of the two ranks of a pair."""
-    return max(combine((a[which], b[which])) for a, b in found.values())
+def _slowest(times: Mapping[Pair, PairTimes], index: int, combine: Callable[[Sequence[float]], float] = min) -> float:
+    """Return the longest time at ``index`` over all pairs; ``combine`` combines the times of a pair's two ranks."""
+    return max(combine((a[index], b[index])) for a, b in times.values())
 
 
 def _bytes(nbytes: int) -> Array:

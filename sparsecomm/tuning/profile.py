@@ -90,10 +90,7 @@ ASSUMED = KnownCosts(DEFAULT, "assumed: 1 Gb/s")  # if nothing was measured
 
 def path() -> Path:
     """Return the file from which the profile is read, and to which it is written."""
-    return _path(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"))
-
-
-def _path(setting: str | None, caches: str | None) -> Path:
+    setting, caches = os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME")
     file = Path(setting) if setting else Path(caches or "~/.cache") / "sparsecomm" / "profile.json"
     try:
         return file.expanduser()
@@ -118,21 +115,23 @@ def costs_for(mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
 
     Warns once about a profile that cannot be used.
     """
-    return _costs_for(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"), mpi, ranks, num_nodes)
+    return _costs_for(os.environ.get("SPARSECOMM_PROFILE"), path(), mpi, ranks, num_nodes)
 
 
 @cache
-def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
+def _costs_for(setting: str | None, file: Path, mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
     if setting == NONE:
         return KnownCosts(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
-    file = _path(setting, caches)
     if setting or os.path.exists(file):  # false if the folder is not accessible
         try:
             profile = read(file)
-            theirs_and_ours = (profile.mpi, mpi), (profile.ranks, ranks), (profile.num_nodes, num_nodes)
-            for name, (theirs, ours) in zip(("MPI", "ranks", "nodes"), theirs_and_ours, strict=True):
-                if theirs != ours:
-                    raise InvalidInputError(f"it is for {name} {theirs}, and this is {ours}")
+            for name, expected, actual in (
+                ("MPI", profile.mpi, mpi),
+                ("ranks", profile.ranks, ranks),
+                ("nodes", profile.num_nodes, num_nodes),
+            ):
+                if expected != actual:
+                    raise InvalidInputError(f"it is for {name} {expected}, and this is {actual}")
         except InvalidInputError as error:
             warnings.warn(
                 f"the profile {file} is not used: {error}. Links are measured in the first call instead; to measure "
@@ -148,9 +147,9 @@ def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, nu
 def measured(link: Link | None, node: Link | None) -> KnownCosts:
     """Return the costs for these links between and inside nodes, with assumed costs of work."""
     texts = [
-        f"{time_text(each.alpha)}, {rate_text(8 / each.beta)} {where}"
-        for each, where in ((link, "between nodes"), (node, "inside"))
-        if each is not None
+        f"{time_text(costs.alpha)}, {rate_text(8 / costs.beta)} {where}"
+        for costs, where in ((link, "between nodes"), (node, "inside"))
+        if costs is not None
     ]
     costs = replace(DEFAULT, link=link or node or DEFAULT.link, node=node)
     return KnownCosts(costs, f"measured at set-up: {'; '.join(texts)}")

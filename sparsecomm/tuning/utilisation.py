@@ -236,7 +236,7 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
         agreement = link.alpha * (1 if costs.direct_is_faster(P, num_nodes) else log2_ceil(P))
     inside, entries = network.inside or costs.node or costs.link, k if best.algorithm.bounded_result else num_nodes * k
     sizes = 4 * n, min(4 * n, 8 * entries)  # bytes of a slice of the gradient, and of the slice's result
-    added, moved = (m - 1) * costs.add * n, sum(inside.trip(m - 1, (m - 1) * each) for each in sizes)
+    added, moved = (m - 1) * costs.add * n, sum(inside.trip(m - 1, (m - 1) * size) for size in sizes)
     seconds = without + stalled + lost + agreement + added + moved
     return _Call(name, best.wire.name, seconds, m * nbytes, work + added)
 

@@ -135,18 +135,18 @@ class CallSignature:
         op, dtype, wire = self._names
         chosen = f", measured costs {self.costs:08x} (checksum)" if self.costs else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
-        given = " and ".join(name for name in _OPTIONAL if getattr(self, name))
+        passed = " and ".join(name for name in _OPTIONAL if getattr(self, name))
         return (
             f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}{chunk}, wire {wire}"
-            f"{f', with {given}' if given else ''}{chosen}"
+            f"{f', with {passed}' if passed else ''}{chosen}"
         )
 
-    def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
-        """Return the error for ``theirs``, the header from ``their_rank``; it names the fields that differ."""
-        other = CallSignature.unpack(theirs)
+    def mismatch(self, rank: int, header: bytes, peer: int) -> CollectiveMismatchError:
+        """Return the error for the ``header`` of a message from ``peer``; it names the fields that differ."""
+        other = CallSignature.unpack(header)
         if other is None:
             return CollectiveMismatchError(
-                f"rank {rank} made the call {self.describe()}, and rank {their_rank} sent {len(theirs)} bytes that are "
+                f"rank {rank} made the call {self.describe()}, and rank {peer} sent {len(header)} bytes that are "
                 "not a message of this version of sparsecomm; install the same version on all ranks"
             )
         mine = CallSignature.unpack(self.pack())  # cuts a long name
@@ -154,7 +154,7 @@ class CallSignature:
         advice = "make the same calls in the same order on all ranks, with the same labels, tensors and settings"
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure together"
-        made = f"rank {rank} made {self.describe()}; rank {their_rank} made {other.describe()}"
-        error = CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}")
-        error.peer = their_rank
+        calls = f"rank {rank} made {self.describe()}; rank {peer} made {other.describe()}"
+        error = CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {calls}; {advice}")
+        error.peer = peer
         return error

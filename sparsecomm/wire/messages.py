@@ -82,9 +82,9 @@ class Wire(ABC):
 
 
 class Plain(Wire):
-    """The plain format: the array of values, then that of indices; int64 indices of float32 values come first.
+    """The plain format: the values, then the indices; but int64 indices come before float32 values.
 
-    8 bytes per entry for float32 gradients of fewer than 2^31 elements.
+    An entry takes 8 bytes for float32 gradients of fewer than 2^31 elements.
     """
 
     needs_codec = False
@@ -157,7 +157,7 @@ class Messages:
 
     Attributes:
         call, shape: the call signature, and the shape of the gradient.
-        packed: the signature as bytes, with the current call's label; the beginning of every header.
+        signature: the call signature as bytes, with the current call's label; the beginning of every header.
         memory: allocates the messages of this call.
         incomplete: whether this rank's contribution to this call is incomplete, or a message that was read says that
             another rank's is. All later messages repeat it, so all ranks agree at the end of the call.
@@ -171,7 +171,7 @@ class Messages:
         ``accumulator`` is the dtype of all values before and after encoding, float32 or float64. ``shape`` is the shape
         of the gradient, and of the vectors that the ``read_...`` methods return.
         """
-        self.call, self.packed = call, call.pack()
+        self.call, self.signature = call, call.pack()
         self.memory: MessageMemory = HOST
         self.incomplete = False
         self._number, self._label = 0, call.label
@@ -179,12 +179,12 @@ class Messages:
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
 
     def begin(self, number: int, label: int, memory: MessageMemory, incomplete: bool = False) -> bytes:
-        """Prepare for call ``number`` of the transport, and return `packed`."""
+        """Prepare for call ``number`` of the transport, and return `signature`."""
         if label != self._label:
-            self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
+            self.signature = self.signature[:LABEL_AT] + label.to_bytes(4, "little")
             self._label = label
         self._number, self.memory, self.incomplete = number, memory, incomplete
-        return self.packed
+        return self.signature
 
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
         """Return the message of a sparse vector."""
@@ -285,9 +285,9 @@ class Messages:
             raise self.broken(source, f"{items} elements in {len(message)} bytes instead of {expected} elements")
         return self.memory.get(message[HEADER_BYTES:], dtype)
 
-    def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
-        """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
-        return self._call().mismatch(self._rank, theirs, rank)
+    def mismatch(self, header: bytes, peer: int) -> CollectiveMismatchError:
+        """Return the error for the ``header`` of a message from ``peer`` about another call."""
+        return self._call().mismatch(self._rank, header, peer)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
         """Return the error for an unexpected message from ``source`` with the content ``seen``."""
@@ -307,7 +307,7 @@ class Messages:
 
     def _header(self, round_no: int, items: int, nbytes: int) -> bytes:
         flagged = round_no | INCOMPLETE if self.incomplete else round_no
-        return HEADER.pack(self.packed, self._number, self._rank, flagged, items, nbytes)
+        return HEADER.pack(self.signature, self._number, self._rank, flagged, items, nbytes)
 
     def _put(self, arrays: list[Array], message: Bytes, begin: int) -> int:
         """Write arrays into a message at ``begin``; return the position after them."""
@@ -321,12 +321,12 @@ class Messages:
         """Check the header of a message; return its item count."""
         data: Any = message if self.memory is HOST else self.memory.header(message, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
-            if bytes(data[:CALL_BYTES]) == self.packed:
+            if bytes(data[:CALL_BYTES]) == self.signature:
                 raise self.broken(source, f"a message of {len(data)} bytes")
             raise self.mismatch(bytes(data), source)
         call, number, sender, flagged, items, nbytes = HEADER.unpack_from(data)
         round_seen = flagged & ~INCOMPLETE
-        if call != self.packed:
+        if call != self.signature:
             raise self.mismatch(bytes(data[:HEADER_BYTES]), source)
         if number != self._number:
             raise self.broken(source, f"a message of call {number} in call {self._number}")

@@ -120,7 +120,10 @@ def test_a_folder_is_described(files: Files) -> None:
     ("words", "said"),
     [
         ("diff old none out", "none: cannot be read: No such file or directory"),
-        ("diff old patch out", "patch is not a file of safetensors"),
+        ("diff old patch out", "patch: it looks like a patch; expected a file of safetensors"),
+        ("diff old x.pt out", "x.pt: it looks like a zip archive, as torch.save and numpy.savez write; expected a "),
+        ("diff x.gz new out", "x.gz: it looks like a gzip file; expected a file of safetensors: "),
+        ("diff old text out", "text is not a file of safetensors"),
         ("diff old damaged out", "damaged is damaged: it has"),
         ("diff old other out", "old and other: new: missing 'step', 'weight'; not expected: 'bias'"),
         ("diff old new old", "old: is an input or not a regular file; name another output"),
@@ -128,14 +131,19 @@ def test_a_folder_is_described(files: Files) -> None:
         ("diff old new none/out", "none/out: cannot be written: No such file or directory"),
         ("apply none patch out", "none: cannot be read: No such file or directory"),
         ("apply old none out", "none: cannot be read: No such file or directory"),
-        ("apply old new out", "new: this is not a patch"),
+        ("apply old text out", "text: this is not a patch"),
+        ("apply old new out", "new: it looks like a file of safetensors; expected a patch, as `sparsecomm patch diff`"),
+        ("apply patch old out", "old: it looks like a file of safetensors; expected a patch"),
+        ("apply x.pt patch out", "x.pt: it looks like a zip archive"),
+        ("apply old x.gz out", "x.gz: it looks like a gzip file; expected a patch"),
         ("apply old cut out", "cut: the patch is damaged"),
         ("apply old wrong out", "wrong for old: the patch is damaged: the changes of "),
         ("apply other patch out", "patch for other: tensors: missing 'step', 'weight'; not expected: 'bias'"),
         ("apply new patch out", "patch for new: the tensors hold other weights than those for which"),
         ("apply old patch patch", "patch: is an input or not a regular file; name another output"),
         ("info none", "none: cannot be read: No such file or directory"),
-        ("info old", "old: this is not a patch"),
+        ("info old", "old: it looks like a file of safetensors; expected a patch"),
+        ("info x.pt", "x.pt: it looks like a zip archive"),
         ("info .", "nothing has been published there, since it has no versions.json"),
         ("info published", "versions.json cannot be read"),
     ],
@@ -145,6 +153,10 @@ def test_refused(words: str, said: str, files: Files) -> None:
     files.command("diff", "old", "new", "patch")
     files.write("other", {"bias": np.ones(3), "empty": np.empty((0, 2), np.float16)})
     (files.folder / "damaged").write_bytes(files["old"][:-1])
+    (files.folder / "text").write_bytes(b"some text")
+    (files.folder / "x.gz").write_bytes(gzip.compress(files["old"]))
+    np.savez(files.folder / "x.npz", np.ones(3))
+    (files.folder / "x.npz").rename(files.folder / "x.pt")
     (files.folder / "cut").write_bytes(files["patch"][:-1])
     (files.folder / "wrong").write_bytes(files["patch"][:-1] + b"?")
     (files.folder / "published").mkdir()

@@ -71,6 +71,18 @@ def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.Captur
     assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.parametrize(("method", "H"), [(methods.ADAMW, 1), (methods.LOCAL, 1), (methods.LOCAL, 8)])
+def test_circles_lie_on_curves(method: str, H: int) -> None:
+    pytest.importorskip("matplotlib")
+    network, every = Network(50e6, 0.08), (1, 8)
+    taken = [way for way in methods.ways(TRAINING, network, every, DEFAULT) if (way.method, way.H) == (method, H)][-1]
+    for axes, x in zip(plan.draw(TRAINING, network, every, DEFAULT, taken, "adamw").axes, (50e6, H), strict=True):
+        (circle,) = (line for line in axes.lines if line.get_fillstyle() == "none")
+        assert circle.get_xydata().tolist() == [[x, 100 * taken.predicted.utilisation]]
+        curve = next(line for line in axes.lines if line.get_color() == plan._STYLES[method]["color"])
+        assert dict(curve.get_xydata()).get(x, curve.get_ydata()[0]) == circle.get_ydata()[0]
+
+
 def test_the_line_to_paste_can_be_run() -> None:
     torch = pytest.importorskip("torch")
     from mpi4py import MPI

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from sparsecomm import backends
-from sparsecomm.backends import CpuBackend
+from sparsecomm.backends import CpuBackend, _codec
 from sparsecomm.backends.adamw import AdamWPart, Moments
 from sparsecomm.backends.base import Addend, Segment
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.patches import _codec
 from sparsecomm.patches import cuda as patch_codec
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import INT4, ValueKind

@@ -51,7 +51,7 @@ def test_contents(wheel: Path, tmp_path: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"sparsecomm", info}  # no libraries of others
     assert {f"sparsecomm/_{name}" for name in ("kernels/__init__.py", *KERNELS)} <= names
     assert {"sparsecomm/py.typed", "sparsecomm/tensors/_dlpack.pyi"} <= names
-    assert [name for name in names if re.match(r"sparsecomm/patches/_codec\..*\.so$", name)]
+    assert [name for name in names if re.match(r"sparsecomm/backends/_codec\..*\.so$", name)]
     assert not [name for name in names if name.endswith((".pyx", ".c"))]
     assert not [name for name in names if re.match(r"(?!sparsecomm/cli/bench/)(.*/)?(tests|bench|kernels)/", name)]
     assert "License-Expression: Apache-2.0" in (tmp_path / info / "METADATA").read_text()

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import numpy as np
 
-from sparsecomm.patches import _codec
+from sparsecomm.backends import _codec
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import CPU, Device, Tensor
 

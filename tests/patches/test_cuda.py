@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sparsecomm.backends import _codec
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.patches import _codec
 from sparsecomm.patches import cuda as codec
 from sparsecomm.patches.elements import bytes_of
 from sparsecomm.tensors.interop import Device, Tensor

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from sparsecomm.patches import _codec
+from sparsecomm.backends import _codec
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import CPU, Tensor
 from tests.processes import LIMIT

@@ -114,5 +114,5 @@ def _breakdown(times: Vector, median_us: float) -> dict[str, float]:
     calls = np.argsort(seconds.max(axis=0))
     calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: a single call is noise
     total, *parts = times[seconds[:, calls].argmax(axis=0), calls].sum(axis=0)
-    split = {part: median_us * float(its / total) for part, its in zip(PARTS, parts, strict=True)}
+    split = {name: median_us * float(part / total) for name, part in zip(PARTS, parts, strict=True)}
     return {**split, "other": median_us - sum(split.values())}

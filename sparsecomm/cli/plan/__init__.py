@@ -247,32 +247,31 @@ def draw(
     """Return the figure of utilisation: on the left against the rate, on the right against H."""
     H = chosen.H if chosen.H > 1 else max(every)
     networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
-    by_rate = [(each.rate, way) for each in networks for way in methods.ways(training, each, [H], costs, optimizer)]
-    by_length = [(way.H, way) for way in methods.ways(training, network, every, costs, optimizer)]
+    shown = list(dict.fromkeys((H, chosen.H)))  # local steps per round; only the chosen method is shown with the second
+    by_rate = [(net.rate, way) for net in networks for way in methods.ways(training, net, shown, costs, optimizer)]
+    by_length = list(methods.ways(training, network, every, costs, optimizer))
     figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for method, look in _STYLES.items():
-        first = next((way for _, way in by_rate if way.method == method), None)  # its first setting
-        if first is None:  # it does not suit the optimizer, or is never used
+        way = chosen if method == chosen.method else next((w for _, w in by_rate if w.method == method), None)
+        if way is None:  # it does not suit the optimizer, or is never used
             continue
-        setting = first.method, first.arguments
-        at_rate, at_length = (
-            [(x, 100 * w.predicted.utilisation) for x, w in points if (w.method, w.arguments) == setting]
-            for points in (by_rate, by_length)
-        )
-        rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
+        setting = method, way.arguments
+        at_rate = [(rate, _percentage(w)) for rate, w in by_rate if (w.method, w.arguments, w.H) == (*setting, way.H)]
+        at_length = [(w.H, _percentage(w)) for w in by_length if (w.method, w.arguments) == setting]
+        rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(way))
         if method in (methods.DENSE, methods.ADAMW, methods.SGD):
             lengths.axhline(at_length[0][1], color=look["color"], linestyle=look.get("linestyle", "-"))
         elif at_length:
             lengths.plot(*zip(*at_length, strict=True), **look)
     ring = {"marker": "o", "color": "black", "markersize": 14, "fillstyle": "none", "linestyle": ""}
-    rates.plot([network.rate], [100 * chosen.predicted.utilisation], **ring, label="the plan")
-    lengths.plot([chosen.H], [100 * chosen.predicted.utilisation], **ring)
+    rates.plot([network.rate], [_percentage(chosen)], **ring, label="the plan")
+    lengths.plot([chosen.H], [_percentage(chosen)], **ring)
     rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
     log_axis(rates.xaxis, rate_text)
     rates.set_xlabel("rate of a node's link, bits per second")
     rates.set_ylabel("utilisation: compute time / wall time, %")
     lengths.set_xscale("log", base=2)
-    lengths.set_xticks(every, [number_text(each) for each in every])
+    lengths.set_xticks(every, [number_text(H) for H in every])
     lengths.minorticks_off()
     lengths.set_xlabel(f"H: local steps per round, at {rate_text(network.rate)}")
     for axes in (rates, lengths):
@@ -283,7 +282,11 @@ def draw(
     return figure
 
 
-def _label(way: methods.Way, H: int) -> str:
+def _percentage(way: methods.Way) -> float:
+    return 100 * way.predicted.utilisation
+
+
+def _label(way: methods.Way) -> str:
     if way.method in (methods.ADAMW, methods.SGD):
         return f"{way.method}, density {number_text(way.exchange.density)}"
-    return way.method if way.method == methods.DENSE else f"{way.method}, H = {H}"
+    return way.method if way.method == methods.DENSE else f"{way.method}, H = {way.H}"

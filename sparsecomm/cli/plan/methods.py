@@ -64,7 +64,7 @@ class Way:
     method: str  # of `METHODS`
     exchange: Exchange
     predicted: Prediction
-    loss: float | None  # nats above dense sums in every step, measured with this setting, or 0; None if unknown
+    loss: float | None  # nats above dense sums in every step, at least 0; None if this setting was not measured
     seconds: float  # to make the same progress as one step with dense sums; infinite if the loss is unknown
     arguments: str = ""  # of the method, besides its defaults
 
@@ -170,8 +170,8 @@ def memory(training: Training, network: Network) -> str:
     """Return the memory of float32 weights, gradients and AdamW's state on each rank: docs/reports/adamw.md."""
     n, owned = training.parameters, 16 / training.ranks if training.ranks > 1 else 12
     slices = network.ranks_per_node if nodes_count_as_one(training, network) else 1  # of residuals, units
-    ours, dense = bytes_text((8 + 5 / slices + owned) * n), bytes_text(16 * n)
-    return f"{ours} with SparseAdamW, {dense} with AdamW: weights, gradients, state"
+    sparse, dense = bytes_text((8 + 5 / slices + owned) * n), bytes_text(16 * n)
+    return f"{sparse} with SparseAdamW, {dense} with AdamW: weights, gradients, state"
 
 
 def advice(chosen: Way, table: Sequence[Way], training: Training, network: Network) -> list[str]:
@@ -189,12 +189,10 @@ def advice(chosen: Way, table: Sequence[Way], training: Training, network: Netwo
         way = min((way for way in table if way.method in (ADAMW, SGD)), key=_seconds)
         what = _WHAT[way.method].format(density=number_text(way.exchange.density))
         take += f" The simplest change: {what}, with which ranks compute {_utilisation(way)} of the time."
-    cautions = [
-        line
-        for caution in _cautions(chosen, table, network)
-        for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
+    caveats = [
+        line for caveat in _caveats(chosen, table, network) for line in wrap(f"- {caveat}", 100, subsequent_indent="  ")
     ]
-    return [verdict, *wrap(take, 100), "", *(f"    {line}" for line in _code(chosen)), "", *cautions]
+    return [verdict, *wrap(take, 100), "", *(f"    {line}" for line in _code(chosen)), "", *caveats]
 
 
 _WHAT = {
@@ -235,7 +233,7 @@ def _code(way: Way) -> list[str]:
     ]
 
 
-def _cautions(way: Way, table: Sequence[Way], network: Network) -> list[str]:
+def _caveats(way: Way, table: Sequence[Way], network: Network) -> list[str]:
     lines = []
     if way.method in (LOCAL, DELAYED, DENSE_LOCAL):
         lines.append(
@@ -248,7 +246,7 @@ def _cautions(way: Way, table: Sequence[Way], network: Network) -> list[str]:
             f"Loss: {_above(way)} for one model of at most 200,000 weights on 8 ranks. Your model may lose more: "
             "compare with dense, see docs/guides/compare-with-dense.md."
         )
-    if others := sorted({each.predicted.participants for each in table if each.method != DENSE} - {PARTICIPANTS}):
+    if others := sorted({other.predicted.participants for other in table if other.method != DENSE} - {PARTICIPANTS}):
         lines.append(
             f"Losses were measured with {PARTICIPANTS} participants in an exchange: ranks, or nodes that count as one. "
             f"Here, {' or '.join(map(str, others))} participate."

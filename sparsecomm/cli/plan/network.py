@@ -43,7 +43,7 @@ _VIRTUAL = re.compile(r"docker|br-|virbr|veth|podman|cni|flannel|cali|lxc|lxd") 
 def versions(comm: World) -> list[tuple[str, dict[str, str]]]:
     """Return each rank's host name, and its versions and settings. Collective."""
     mine = {"sparsecomm": sc.__version__, "Python": platform.python_version()}
-    mine |= {name: found for name in ("numpy", "mpi4py", "torch") if (found := machine.version_of(name))}
+    mine |= {name: version for name in ("numpy", "mpi4py", "torch") if (version := machine.version_of(name))}
     mine |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")}
     return comm.allgather((socket.gethostname(), mine))
 
@@ -54,10 +54,10 @@ def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
     for rank, (host, own) in enumerate(versions):
         for name in dict.fromkeys((*first, *own)):
             if own.get(name) != first.get(name):
-                here, there = (each.get(name, "missing") for each in (own, first))
+                value, first_value = (values.get(name, "missing") for values in (own, first))
                 raise InvalidInputError(
-                    f"{name} is {here} on rank {rank} ({host}) and {there} on rank 0 ({first_host}): start all ranks "
-                    "in the same environment"
+                    f"{name} is {value} on rank {rank} ({host}) and {first_value} on rank 0 ({first_host}): start all "
+                    "ranks in the same environment"
                 )
 
 
@@ -144,18 +144,18 @@ def addresses(comm: World, members: Sequence[int]) -> tuple[list[str | None], li
     Collective, after messages between all members. Return the address of each rank, or ``None`` if it has no connection
     to other members; all addresses with the names of their interfaces; and warnings.
     """
-    own = {name: found for _, name in socket.if_nameindex() if (found := ipv4_address(name)) is not None}
-    every = comm.allgather((_connections(), own))  # `own`: addresses by name of the interface
+    own = {name: address for _, name in socket.if_nameindex() if (address := ipv4_address(name)) is not None}
+    gathered = comm.allgather((_connections(), own))  # `own`: addresses by name of the interface
     by_rank: list[str | None] = []
     interfaces: list[str] = []
     problems = []
-    for rank, (connections, names) in enumerate(every):
-        remote = {(there, here) for other in members if other != rank for here, there in every[other][0]}
-        local = [here[0] for here, there in connections if (here, there) in remote] if rank in members else []
-        address = max(local, key=local.count, default=None)
+    for rank, (connections, names) in enumerate(gathered):
+        ends = {(remote, local) for other in members if other != rank for local, remote in gathered[other][0]}
+        hosts = [local[0] for local, remote in connections if (local, remote) in ends] if rank in members else []
+        address = max(hosts, key=hosts.count, default=None)
         by_rank.append(address)
         if address is not None:
-            name = next((name for name, its in names.items() if its == address), "an unnamed interface")
+            name = next((name for name, other in names.items() if other == address), "an unnamed interface")
             interfaces.append(f"{name} ({address})")
             if _VIRTUAL.match(name):
                 problems.append(
@@ -176,9 +176,9 @@ def _connections() -> list[tuple[Address, Address]]:
                 continue
             with socket.socket(fileno=os.dup(int(file.name))) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                    here, there = _address(copy.getsockname()), _address(copy.getpeername())
-                    if store not in (str(here[1]), str(there[1])):
-                        pairs.append((here, there))
+                    local, remote = _address(copy.getsockname()), _address(copy.getpeername())
+                    if store not in (str(local[1]), str(remote[1])):
+                        pairs.append((local, remote))
     return pairs
 
 
@@ -223,7 +223,7 @@ def _measured_streams(
         if problem := next((report.problem for report in groups[-1] if report.problem), ""):
             return {"problem": problem}
         rates.append(min(report.rate for report in groups[-1] if report.rate is not None))
-    retransmitted, sent = (sum(getattr(each, name) for each in groups[2]) for name in ("retransmitted", "sent"))
+    retransmitted, sent = sum(report.retransmitted for report in groups[2]), sum(report.sent for report in groups[2])
     control = next(report.control for report in groups[0] if report.control)
     loss = retransmitted / sent if sent else None
     return {"one_stream": rates[0], "streams": rates[1], "loss": loss, "control": control}
