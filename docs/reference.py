@@ -32,6 +32,8 @@ SECTIONS = {
     "integrations": "integrations.lightning integrations.accelerate integrations.transformers integrations.attach",
     "jax": "jax jax.sparse_adamw jax.SparseAdamWState jax.sparsify jax.SparsifyState jax.allreduce_tree "
     "jax.init_residuals jax.sparse_allreduce jax.LocalSteps",
+    "testing": "testing testing.run testing.Result testing.SimulatedTransport testing.expected_sum "
+    "testing.num_contributors testing.assert_same_on_all_ranks testing.assert_nothing_lost",
     "errors": "SparseCommError InvalidInputError CollectiveMismatchError WeightMismatchError TransportError "
     "TimeoutError RankFailedError",
 }
@@ -40,6 +42,7 @@ ENTRIES = {section: [f"sparsecomm.{name}" for name in names.split()] for section
 OPTIONS = {
     "sparsecomm.api.algorithms": "show_root_full_path: false",
     "sparsecomm.jax": "members: false",
+    "sparsecomm.testing": "members: false",
     "sparsecomm.torch": "members: false",
     "sparsecomm.typing": "members: false",
     "sparsecomm.torch.SparseAdamW": "inherited_members: [reducer, synchronize, no_sync, remove, rebuild, "

@@ -118,7 +118,7 @@ def test_one_place_knows_the_address_of_the_repository() -> None:
 REFERENCE = {page.stem: page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")}
 
 
-@pytest.mark.parametrize("name", ["sparsecomm", "sparsecomm.torch", "sparsecomm.jax", "sparsecomm.patches"])
+@pytest.mark.parametrize("name", ["sparsecomm", *(f"sparsecomm.{m}" for m in ("torch", "jax", "patches", "testing"))])
 def test_public_names_are_in_the_reference_and_have_docstrings(name: str) -> None:
     if name in ("sparsecomm.torch", "sparsecomm.jax"):
         pytest.importorskip(name.removeprefix("sparsecomm."))
