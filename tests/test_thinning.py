@@ -21,9 +21,3 @@ def test_each_combination_is_in_one_of_few_rows(strength: int, fewest: int, maxi
     assert held([PRODUCT[i] for i in chosen]) == held(PRODUCT)
     assert fewest <= len(chosen) <= maximum
     assert chosen == sorted(set(chosen)) == covering_array(PRODUCT, strength)
-
-
-def test_no_column_and_few_columns() -> None:
-    assert covering_array([], 2) == []
-    assert covering_array([()], 1) == [0]
-    assert covering_array([("a",), ("b",), ("a",)], 2) == [0, 1]

@@ -154,30 +154,6 @@ def test_the_host_waits_only_when_it_asks(
     np.testing.assert_array_equal(residual, acc)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_few_of_merged_values_of_one_octave_share_a_bin(
-    backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, dtype: str, scale: float
-) -> None:
-    """`merge` leaves few keys to `emit`, even if the values span one octave."""
-    rng = np.random.default_rng(0)
-    count = 5000
-    indices = np.sort(rng.choice(10**6, 2 * count, replace=False).astype(np.int32))
-    values = (scale * rng.uniform(1, 2, 2 * count)).astype(dtype)
-    a, b = (SparseVector.trusted(indices[i::2].copy(), values[i::2].copy(), 10**6, (10**6,)) for i in range(2))
-    kept, _ = backend.merge_topk(a, b, count)
-    np.testing.assert_array_equal(
-        kept.indices, reference.merge_topk((a.indices, a.values), (b.indices, b.values), count)[0][0]
-    )
-    launch = runtime.launch
-    monkeypatch.setattr(runtime, "launch", lambda kernel, *rest: kernel.name == "merge" and launch(kernel, *rest))
-    backend.merge_topk(a, b, count)
-    runtime.synchronize()
-    first, last = (int(selection_state(backend)[name].get()[0]) for name in ("first", "last"))
-    keys = values.view(np.uint32 if dtype == "float32" else np.uint64)
-    assert 0 < np.count_nonzero((first <= keys) & (keys <= last)) < len(keys) / 100
-
-
 @settings(max_examples=12)
 @given(
     st.sampled_from([1, 2, 97, 300, 511, 512, 513, 1365, 4096, 4097, 10_000]),

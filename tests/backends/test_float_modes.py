@@ -164,35 +164,6 @@ def test_a_call(mode: str, dtype: str, wire: str, op: str, algorithm: str) -> No
     same_in_every_mode(mode, program)
 
 
-@every_mode
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"momentum": 0.9, "clip": 1e-3},
-        {"decay": 0.7, "scope": "chunk", "chunk": 16},
-        {"skip_nonfinite": True, "scope": "tensor", "decay": 0.5},
-    ],
-)
-def test_a_reducer(mode: str, options: dict[str, Any]) -> None:
-    dtypes = {"a": "float32", "b": "float16", "c": "bfloat16", "d": "float64", "e": "float32"}
-
-    def program(transport: simulated.SimulatedTransport, in_mode: Any) -> list[Any]:
-        tensors = {name: small(100, dtype, 0) for name, dtype in dtypes.items()}
-        reducer, found = sc.Reducer(tensors, 0.3, comm=transport, dense_below=0, **options), list[Any]()
-        with in_mode():
-            for step in range(3):
-                for seed, (name, dtype) in enumerate(dtypes.items()):
-                    gradient = small(100, dtype, 100 * step + 10 * transport.rank + seed)
-                    reducer.push(name, gradient)
-                    found.append(gradient)
-                reducer.wait()
-                reducer.scale(0.7)
-                found += [reducer.residual(name).copy() for name in tensors]
-        return found
-
-    same_in_every_mode(mode, program)
-
-
 def huge(n: int, dtype: str, seed: int) -> np.ndarray:
     """Return numbers whose sums and squares overflow, some zeros, and some whose quotients are denormals."""
     rng = np.random.default_rng(seed)

@@ -50,51 +50,12 @@ def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
         assert row["measured"]["bound_ms"] > 0
 
 
-@pytest.mark.parametrize("wire", [exhaustive("auto"), exhaustive("packed")])
-def test_all_of_ours_are_right(wire: str) -> None:
-    ours = "allgather,hierarchical,ssar_recursive_doubling,ssar_split_allgather"
-    status, said = compare(5, "--n", "1e4", "--density", "0.1", "--rounds", "1", "--only", ours, "--wire", wire)
-    assert status == 0, said
-    assert "0 results wrong" in said
-
-
 def test_densities(tmp_path: Path) -> None:
     status, said = compare(2, "--n", "1e4", "--densities", "0.5,0.001", "--rounds", "2", "--write", str(tmp_path))
     assert status == 0, said
     found = json.loads((tmp_path / "densities-2.json").read_text())
     assert [row["density"] for row in found["densities"]] == [0.001, 0.5]
     assert set(found["crossings"]) == {"step", "exchange"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--n", "1e13"], "GiB needed"),
-        (["--only", "ring"], "--only ring: expected names of"),
-        (["--densities", "0.1", "--only", "tree"], "--densities needs a sparse one of ours and a dense one"),
-        (["--calls", "0"], "must be at least 1"),
-        (["--density", "2"], "densities in"),
-    ],
-)
-def test_refused(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-    from bench.compare.__main__ import main as compare
-
-    monkeypatch.setattr("sys.argv", ["compare", *arguments])
-    try:
-        status: object = compare()
-    except SystemExit as error:
-        status = error.code
-    assert status == 2
-    assert message in capfd.readouterr().err
-
-
-def test_what_one_rank_refuses_all_do() -> None:
-    status, said = compare(2, "--n", "1e3", "--write", "/proc/nowhere")
-    assert status == 2, said
-    assert "cannot write" in said
 
 
 def test_replay_and_the_paper() -> None:

@@ -85,12 +85,6 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     assert "all parts are complete" in said
 
 
-def test_no_part_begins_late(tmp_path: Path) -> None:
-    status, said, ran = start(tmp_path, "--minutes", "0")
-    assert (status, ran) == (3, [])
-    assert said.count("no time left") == len(states(tmp_path))
-
-
 def test_an_interrupted_part_keeps_its_output(tmp_path: Path) -> None:
     """A part is interrupted in the same way when its time is over. The script then runs no other parts."""
     (tmp_path / "tests").write_text("sleep")
@@ -108,15 +102,6 @@ def test_an_interrupted_part_keeps_its_output(tmp_path: Path) -> None:
     assert "\ninterrupted\n" in result.read_text()
     assert (tmp_path / "ran").read_text() == "tests\n"
     assert result.read_text().splitlines()[-1].startswith("# exit status 1")
-
-
-def test_without_a_gpu(tmp_path: Path) -> None:
-    command = ["bash", str(SCRIPT), "--results", str(tmp_path)]
-    variables = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=variables)
-    assert done.returncode == 1
-    assert "no GPU can be used: " in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_steps_are_timed_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -66,11 +64,6 @@ def test_parts_have_the_losses_and_bytes_of_a_whole_training(ranks: int, folder:
     assert (folder / f"{name}.jsonl").read_text() == lines  # nothing was trained
 
 
-def test_no_time_is_left(folder: Path) -> None:
-    (folder / "late.jsonl").touch()
-    assert train(folder, "late", "--minutes", 0) == (3, {})
-
-
 def test_all_entries_by_sparse_adamw_are_dense(folder: Path) -> None:
     """Without clipping, because sparse ranks clip by their own norms, and dense ranks by the norm of the mean."""
     _, found = train(folder, "all", "--density", 1.0, "--clip", 1e9)
@@ -79,26 +72,3 @@ def test_all_entries_by_sparse_adamw_are_dense(folder: Path) -> None:
         expected = one_rank["dense", step]["loss"]  # with the same samples
         assert found["dense", step]["loss"] == pytest.approx(expected, abs=2e-3)
         assert found["sparse", step]["loss"] == pytest.approx(expected, abs=2e-3)
-
-
-def test_tokens_are_the_text() -> None:
-    setting = gpu_training.Setting(**gpu_training.TINY)
-    texts = [text for _, text in gpu_training.sources(setting.text_bytes, packages=False)]
-    last = slice(gpu_training.HELD_OUT - 1, None, gpu_training.HELD_OUT)
-    held_out = "".join(texts[last])
-    characters = sorted(set("".join(texts)))
-    spelled = gpu_training.tokens_of(replace(setting, words=len(characters)), packages=False)
-    assert "".join(characters[number] for number in spelled.held_out) == held_out
-    assert spelled.about["bytes"] == len(spelled.training) + len(held_out) == sum(map(len, texts))
-    words = gpu_training.tokens_of(replace(setting, words=1 << 16), packages=False)
-    assert len(words.held_out) == len(gpu_training.TOKEN.findall(held_out)) < len(held_out) / 2
-    assert np.bincount(words.training)[len(characters)] == np.bincount(words.training)[len(characters) :].max()
-
-
-def test_a_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = train(folder, "whole-2")
-    assert gpu_training.main(["--report", str(folder / "whole-2.jsonl")]) == 0
-    text = capsys.readouterr().out
-    for row in found.values():
-        assert f" {row['loss']:.4f} " in text
-    assert f"{found['sparse', STEPS]['loss'] - found['dense', STEPS]['loss']:+.4f}" in text

@@ -12,7 +12,7 @@ import pytest
 
 from bench import model, simulate
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.primitives.costs import Link
 from sparsecomm.tuning.profile import DEFAULT, Profile
 from sparsecomm.wire import WIRES
 
@@ -36,32 +36,6 @@ def outcome(*given: str) -> simulate.Outcome:
     (row,) = rows(*given)
     assert row["simulated"]
     return simulate.Outcome(**{field.name: row[field.name] for field in fields(simulate.Outcome)})
-
-
-# -- options ----------------------------------------------------------------------------------------------------------
-
-
-def test_units() -> None:
-    asked = problem("--rate", "2.5Gbit", "--latency", "20us", "--n", "25.6M", "--density", "0.001")
-    assert asked.costs.link == Link(pytest.approx(20e-6), pytest.approx(3.2e-9), DEFAULT.link.gap)
-    assert (asked.costs.node, asked.costs.merge) == (DEFAULT.node, DEFAULT.merge)
-    assert (asked.n, asked.k) == (25_600_000, 25_600)
-
-
-def test_ranks() -> None:
-    for text, value in {"2:16": (2, 4, 8, 16), "3:20": (3, 6, 12), "5:5": (5,), "8,3,8": (3, 8)}.items():
-        assert model._ranks(text) == value
-    for text, message in {"0:4": "from 1 to 1048576", "2,x": "from 1 to", "8:2": "no number is in this range"}.items():
-        with pytest.raises(argparse.ArgumentTypeError, match=message):
-            model._ranks(text)
-
-
-def test_a_profile(tmp_path: Path) -> None:
-    costs = Costs(Link(1e-5, 1e-9), None, merge=7e-9)
-    file = tmp_path / "profile.json"
-    file.write_text(Profile("MPI", 4, 2, costs).as_json())
-    asked = problem("--profile", str(file), "--rate", "1gbit")
-    assert asked.costs == replace(costs, link=Link(1e-5, 8e-9), node=costs.link)
 
 
 # -- the times --------------------------------------------------------------------------------------------------------

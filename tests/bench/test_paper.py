@@ -55,17 +55,6 @@ def test_times_are_divided_by_the_dilation_and_selection_counts_as_alone() -> No
     assert tables.step_seconds(it) == pytest.approx(model.compute + 0.010)
 
 
-def test_the_tables_say_how_many_times_as_fast_ours_is() -> None:
-    model = MODELS["VGG-16"]
-    ours = row("VGG-16", "ours", 32, 0.0, formula=0.1, exchange=[0.2])
-    rows = [row("VGG-16", "dense", 32, 32 * 9 * model.compute), ours]
-    rows.append(row("VGG-16", "topk", 32, 32 * 0.5 * model.compute))
-    made = tables.pages(rows, last=True)
-    assert made["paper_speedups"][1] == ["VGG-16", "10.00", "10.00", "9.8", "1.50", "1.50", "2.0", "-"]
-    assert made["paper_costs"][1][-2:] == ["2.00", "1,000"]
-    assert len(tables.tables(rows)) == 3
-
-
 @pytest.mark.exhaustive
 def test_a_run_measures_what_is_missing(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.label import Label, by_name, difference, pack
+from sparsecomm.calls.label import Label, difference, pack
 from sparsecomm.calls.queue import Call
 from sparsecomm.states.loading import Prepared, load
 from sparsecomm.transport import simulated
@@ -234,22 +234,6 @@ def test_differences_of_long_odd_and_shortened_contents() -> None:
     assert "xx1  on rank 0 and ...xxx" in text
     assert len(text) < 300
     assert text.isprintable()
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "expected"),
-    [
-        ({"a": 1, "b": 1}, {"a": 1, "b": 1}, ""),
-        ({"a": 1, "b": 1}, {"a": 2, "b": 2}, "lr is 1 on rank 0 and 2 on rank 1"),
-        ({"a": 1, "b": 1}, {"a": 1, "b": 2}, "lr of b is 1 on rank 0 and 2 on rank 1"),
-        ({"a": 1, "b": 2}, {"a": 2, "b": 2}, "lr of a is 1 on rank 0 and 2 on rank 1"),
-        ({"a": 1, "b": 2}, {"a": 2, "b": 1}, "lr of a is 1 on rank 0 and 2 on rank 1"),
-    ],
-)
-def test_values_by_tensor(ours: dict[str, int], theirs: dict[str, int], expected: str) -> None:
-    after = [("c of d", 4)]
-    found = difference({0: pack([*by_name("lr", ours), *after]), 1: pack([*by_name("lr", theirs), *after])})
-    assert found.partition(":")[0] == expected
 
 
 def test_labels_that_match_say_nothing_and_are_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:

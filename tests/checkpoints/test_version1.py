@@ -18,18 +18,8 @@ from tests.stress.states import digest
 SAVED = Path(__file__).parent / "version1"
 MODULES = ["sparsecomm", "sparsecomm.torch"]
 SHAPES = {"a": (5, 4), "b": (3,)}
-CHANGED = {
-    "format",
-    "order",
-    "late",
-    "unsent",
-    "mixed",
-    "units",
-    "moments",
-    "units_lag",
-    "slices",
-    "unsummed",
-}  # fields of states that later versions write differently
+# Fields of states that later versions write differently.
+CHANGED = ["format", "order", "late", "unsent", "mixed", "units", "moments", "units_lag", "slices", "unsummed"]
 VALUES = {"none": None, "list": [1, -2.5, "text", True, 2**64 - 1], 3: {"pair": (1, 2)}}
 
 

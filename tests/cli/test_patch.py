@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sparsecomm.cli import main, patch
+from sparsecomm.cli import main
 from sparsecomm.patches import PatchError, Publisher, read_patch
 from sparsecomm.patches.elements import host_view, weights_of
 from sparsecomm.patches.safetensors import compressed, map_weights
@@ -166,23 +164,3 @@ def test_refused(words: str, said: str, files: Files) -> None:
     assert (status, output.count("\n"), output[:12]) == (1, 1, "sparsecomm: ")
     assert said in output
     assert {path: path.read_bytes() for path in files.folder.iterdir() if path.is_file()} == before
-
-
-def test_a_url_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sparsecomm.patches.sources.time.sleep", lambda seconds: None)
-    assert main(["patch", "info", "http://127.0.0.1:9/"]) == 1
-    assert "http://127.0.0.1:9/: cannot be read: " in capsys.readouterr().err
-
-
-def test_progress_on_a_terminal(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    clock = iter(range(100))
-    monkeypatch.setattr(patch.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    files.command("diff", "old", "new", "patch")
-    lines = terminal.getvalue().splitlines()
-    assert lines[0] == "0 % of 40.01 kB"
-    assert all(re.fullmatch(r"(0|100) % of 40\.01 kB", line) for line in lines)

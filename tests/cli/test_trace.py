@@ -198,13 +198,6 @@ def test_the_narrowest_bounds_count() -> None:
     assert offsets(range(3), fastest) == {0: Offset(0.0, 0.0), 1: Offset(0.0, 1.0), 2: Offset(-1.0, 2.0)}
 
 
-def test_ranks_that_exchange_nothing_keep_their_clocks(traces: Traces) -> None:
-    ranks = traces.ranks(lambda transport: None if transport.rank else tree(transport), 2)
-    other = Rank(1, node="other", host="b")
-    assert clock_offsets({0: ranks[0], 1: other}) == {0: Offset(0.0, 0.0), 1: Offset(0.0, float("inf"))}
-    assert clock_offsets({0: ranks[0], 1: Rank(1, node=ranks[0].node)})[1] == Offset(0.0, 0.0)
-
-
 def test_a_late_rank_makes_others_wait(traces: Traces) -> None:
     def program(transport: SimulatedTransport) -> None:
         transport.compute(3.0 if transport.rank == 2 else 0.0)

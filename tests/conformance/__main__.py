@@ -14,7 +14,7 @@ from tests.conformance.outcomes import Outcome, table
 
 PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- written by python -m tests.conformance --write -->", "<!-- end -->"
-SUITES = ("adamw", "ddp", "accelerate_scripts", "optax_tests", "others")
+SUITES = ("adamw", "ddp", "accelerate_scripts", "optax_tests")
 
 
 def main() -> int:

@@ -58,9 +58,10 @@ def _cases(rank: int, P: int, steps: int, dtypes: tuple[torch.dtype, ...], *, re
     for device in ("cpu", "mps", "cuda"):
         for entry in theirs._get_optim_inputs_including_global_cliquey_kwargs(device, torch.float32, info):
             options = {name: value for name, value in entry.kwargs.items() if value is not False}
-            if str(options) in seen:
+            refused = {name for name in REFUSED if name in options}
+            if str(options) in seen or (refused and refused <= seen):  # one for each option that is refused
                 continue
-            seen.add(str(options))
+            seen |= {str(options), *refused}
             for dtype in dtypes:
                 name = f"{options}, {dtype}"
                 yield name, lambda k=entry.kwargs, d=dtype: _configuration(k, d, rank, P, steps)

@@ -1,4 +1,4 @@
-"""Switches this library in: its hook at density 1.0 on every model in DistributedDataParallel, and `SparseAdamW`.
+"""Switches this library in: its hook at density 1.0 on every model in DistributedDataParallel.
 
 Gives CPU tensors to tests that want two GPUs.
 """
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
-from sparsecomm.torch import SparseAdamW, register
+from sparsecomm.torch import register
 
 exchanged = 0  # steps of our hook in this process
 
@@ -54,17 +54,6 @@ def install() -> None:
 def _count(step: int, numbers: dict[str, float]) -> None:
     global exchanged
     exchanged += 1
-
-
-def install_adamw() -> None:
-    """Put `SparseAdamW` at density 1.0 in the place of `torch.optim.AdamW`; it gets names for parameters without."""
-
-    class AdamW(SparseAdamW):
-        def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
-            named = [(str(i), parameter) for i, parameter in enumerate(params)]
-            super().__init__(named, *arguments, density=1.0, wire="packed", **options)
-
-    torch.optim.AdamW = AdamW  # type: ignore[misc]
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------

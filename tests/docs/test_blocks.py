@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import NO_MPI, FailedError, Runner, _matches, blocks, main
+from tests.docs.blocks import FailedError, Runner, _matches, blocks
 
 PAGE = """
 # A page
@@ -88,35 +88,3 @@ def test_only_measured_numbers_may_differ(expected: str, printed: str, matches: 
 def test_a_wrong_page_is_an_error(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(FailedError, match=re.escape(error)):
         run(tmp_path, text)
-
-
-def test_machines_work_at_the_same_time(tmp_path: Path) -> None:
-    enter = tmp_path / "enter"
-    enter.write_text('#!/bin/sh\nexport HOST=$1\nshift\nexec sh -c "$*"\n')
-    enter.chmod(0o755)
-    # Each waits for the other; then one of them tells what both have written.
-    wait = "touch $HOST; until [ -e {0} ]; do sleep 0.01; done"
-    page = f"```console\nnode0$ {wait.format('node1')}\nnode1$ {wait.format('node0')}\n$ ls\nnode0\nnode1\n```\n"
-    runner = run(tmp_path, page, enter=str(enter))
-    assert len(runner.ran) == 3
-    alone = run(tmp_path, "```console\nnode0$ false\n```\n")
-    assert (alone.ran, len(alone.left_out)) == ([], 1)
-
-
-def test_the_same_command_on_the_same_files_runs_once_and_its_output_is_compared(tmp_path: Path) -> None:
-    file, command = "```python\n# a.py\nprint({0})\n```\n", "```console\n$ python a.py\n{0}\n```\n"
-    runner = run(tmp_path, "".join(part.format(value) for value in (1, 1, 2) for part in (file, command)))
-    assert (len(runner.ran), len(runner.left_out)) == (2, 1)
-    silent = command.replace("{0}\n", "")
-    with pytest.raises(FailedError, match="expected:\n2\nprinted:\n1"):
-        run(tmp_path, file.format(1) + silent + command.format(2))
-
-
-def test_the_command_says_what_it_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```sh\nmpirun -n 2 false\n```\n```sh\npip install x\n```\n```sh\ntrue\n```\n")
-    assert main([str(page), "--leave-out", NO_MPI[0]]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["ran", "page.md:7:"], ["left", "out"], ["left", "out"]]
-    page.write_text("```sh\nfalse\n```\n")
-    assert main([str(page)]) == 1

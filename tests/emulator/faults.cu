@@ -60,14 +60,3 @@ KERNEL void __launch_bounds__(32) first_read(u32* out) {
     SHARED(u32, word);
     out[threadIdx.x] = word;
 }
-
-KERNEL void __launch_bounds__(32) overruns_shared_memory(u32* out, u64 n) {
-    struct Words {
-        u32 of[32];
-    };
-    SHARED(Words, words);
-    u32* all = words.of;
-    for (u64 i = threadIdx.x; i < n; i += 32) all[i] = 1;
-    __syncthreads();
-    out[threadIdx.x] = all[threadIdx.x];
-}

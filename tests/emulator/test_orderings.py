@@ -1,37 +1,23 @@
-"""Faults of order planted into the library, one at a time: each must be seen when work runs late.
-
-This tests the tests. What the deferring device and a few short calls do not see here, they would not see in a later
-change.
-"""
+"""Calls and reducers on the emulated device, whose work runs late and in any order: results are those of the CPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.backend import CudaTimeline
-from sparsecomm.backends.cuda.context import ExecutionContext, Workspace
-from sparsecomm.backends.cuda.memory import DeviceMemory, MemoryInUse, StagedMemory
-from sparsecomm.backends.cuda.runtime import OnStream
 from sparsecomm.tensors import interop
 from sparsecomm.transport import simulated
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
-from tests.emulator.runtime import ROOT
 from tests.emulator.transport import CarelessTransport
-from tests.processes import LIMIT
 
 SEEDS = range(6)
 N, K = 900, 60
@@ -180,144 +166,25 @@ def _on_ranks(
     return [result.value for result in simulated.run(P, wrapped, node_of_rank=nodes)]  # type: ignore[misc]
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-
-class Fault(NamedTuple):
-    name: str
-    plant: Callable[[pytest.MonkeyPatch], None]
-    body: Callable[..., Found]
-
+# -- in any order -----------------------------------------------------------------------------------------------------
 
 VIA: list[dict[str, Any]] = [{}, {"limit": 96}, {"device_memory": True}, {"device_memory": True, "limit": 96}]
 _, in_pieces, direct, direct_in_pieces = (partial(calls, via=via) for via in VIA)
 dense = partial(calls, algorithm="dense")
 
 
-def instead(of: type, method: str, does: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(of, method, does)
-
-
-def nothing(*arguments: Any) -> None:
-    pass
-
-
-class NobodyFollows(OnStream):
-    """But for the end of the context."""
-
-    def __exit__(self, *error: object) -> None:
-        device, before = self._entered
-        runtime: Any = self._runtime
-        runtime.leave((device, runtime.current), follow=False)
-        runtime.make_current(before)
-
-
-class NobodyWaits(NobodyFollows):
-    """The same of a side stream."""
-
-    def __init__(self, backend: CudaBackend) -> None:
-        after = backend.runtime.record()
-        super().__init__(backend.runtime, backend.runtime.new_stream(), lambda: backend.runtime.follow(after))
-
-
-@cache
-def workspace_of_all(runtime: Any, tuning: Any) -> Workspace:
-    return Workspace(runtime, tuning)
-
-
-FAULTS = [
-    Fault("a copy is not waited for", instead(StagedMemory, "ready", nothing), calls),
-    Fault("a copy of a piece is not waited for", instead(StagedMemory, "ready", nothing), in_pieces),
-    Fault("host memory is reused before its event", instead(MemoryInUse, "keep", nothing), dense),
-    Fault("memory of a header is reused before its event", instead(MemoryInUse, "keep", nothing), direct),
-    Fault("work is not ordered after the caller's stream", instead(DeferredRuntime, "follow", nothing), calls_aside),
-    Fault(
-        "work of a bucket is not ordered after that of another stream",
-        instead(CudaTimeline, "on_stream", lambda it, x: OnStream(it.runtime, x.stream if x else None)),
-        reducer,
-    ),
-    Fault(
-        "the caller's stream is not ordered after another library's",
-        instead(CudaBackend, "on_stream", lambda it, x: NobodyFollows(it.runtime, x.stream if x else None)),
-        another_librarys_stream,
-    ),
-    Fault(
-        "the caller's stream is not ordered after ours", instead(CudaBackend, "side_stream", NobodyWaits), calls_aside
-    ),
-    Fault(
-        "two queues use one workspace",
-        instead(ExecutionContext, "workspace", lambda it: workspace_of_all(it.runtime, it.tuning)),
-        two_queues,
-    ),
-    Fault(
-        "a receive goes into memory that a kernel still reads",
-        instead(DeviceMemory, "empty", lambda it, nbytes: it._runtime.empty(nbytes, np.uint8)),
-        direct,
-    ),
-    Fault("a message is sent before it is written", instead(DeviceMemory, "ready", nothing), direct),
-]
-
-
-def differs(body: Callable[..., Found], seed: int) -> str:
-    """What the device does otherwise than the CPU; nothing if all is right."""
-    expected = _on_the_cpu(body)
-    with pytest.MonkeyPatch.context() as patch:
-        runtime = DeferredRuntime(seed=seed)
-        use(runtime, patch, radix_max_size=50, spare_candidates=100, filter_rounds=1)
-        try:
-            found = body(runtime)
-            runtime.streams.run_all()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    pairs = [(a, b) for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs, strict=True)]
-    wrong = [i for i, (a, b) in enumerate(pairs) if not data.same_bits(a, b)]
-    return f"arrays {wrong} of {len(pairs)} are others" if wrong else ""
-
-
-@cache
-def _on_the_cpu(body: Callable[..., Found]) -> Found:
-    return body(None)
-
-
 @pytest.mark.parametrize(
     "body",
     [calls, in_pieces, direct, direct_in_pieces, dense, calls_aside, two_queues, another_librarys_stream, reducer],
 )
-def test_without_a_fault_all_is_right_in_every_order(body: Callable[..., Found]) -> None:
+def test_results_are_those_of_the_cpu_in_every_order(
+    body: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = body(None)
     for seed in SEEDS:
-        assert not differs(body, seed), seed
-
-
-@pytest.fixture(scope="module")
-def seen() -> dict[str, str]:
-    """What is seen of each fault, by its name."""
-    command = [sys.executable, "-m", "tests.emulator.test_orderings"]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_seen(fault: Fault, seen: dict[str, str]) -> None:
-    assert seen[fault.name] != "nothing"
-
-
-def see(fault: Fault) -> str:
-    """Plant a fault in a process of its own: with a wrong number of entries a kernel may write anywhere."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        fault.plant(pytest.MonkeyPatch())
-        said = next(filter(None, (differs(fault.body, seed) for seed in SEEDS)), "nothing")
-        os.write(write, said.replace("\n", " ")[:200].encode())
-        os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        said = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return said if status == 0 else f"it ended with status {status}"
-
-
-if __name__ == "__main__":
-    for fault in FAULTS:
-        print(f"{fault.name}: {see(fault)}", flush=True)
+        runtime = DeferredRuntime(seed=seed)
+        use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100, filter_rounds=1)
+        results = body(runtime)
+        runtime.streams.run_all()
+        for ours, theirs in zip(results, expected, strict=True):
+            assert all(data.same_bits(*pair) for pair in zip(ours, theirs, strict=True)), seed

@@ -18,16 +18,6 @@ CONVERGENCE = "-m", "bench.experiments.convergence"
 GRID = ["--seeds", "2", "--steps", "30", "--densities", "0.1", "--methods", "dense", "butterfly"]
 # Of the loss after the first step, what may be left at the end; the digits begin slowly.
 LEARNT = {"digits": 0.995, "text": 0.72}
-# Runs each experiment by its options in one process, and prints `= OPTIONS` before what it says.
-EACH = """
-for example, options in runs:
-    print("=", *options)
-    sys.argv = [example.__name__, *options]
-    try:
-        example.main()
-    except SystemExit as refused:
-        print(refused)
-"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 for needed in ("torch", "sklearn", "rich", "greenlet", "matplotlib"):
@@ -130,31 +120,6 @@ for method in ("dense", "allgather", "split"):
 print("alike")
 """
     assert ran(forks, program).strip() == "alike"
-
-
-def test_results_of_local_steps_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
-    """Each training is one line and is not repeated; tables show its loss. All in one process."""
-    program = f"""
-from bench.experiments import local_steps, local_steps_rules
-runs = []
-for example in (local_steps_rules, local_steps):
-    out = {str(tmp_path)!r} + "/" + example.__name__.rpartition(".")[2] + ".jsonl"
-    words = ["ranks=2", "steps=10", "sync_every=5", "method=dense,split", "bits=4", "--out", out]
-    report = ["--report", out]
-    runs += [(example, options) for options in (["colour=red"], words, words, report)]
-"""
-    parts = [part.splitlines() for part in ran(forks, program + EACH).split("= ")[1:]]
-    for name, (refused, made, again, table) in (
-        ("local_steps_rules.jsonl", parts[:4]),
-        ("local_steps.jsonl", parts[4:]),
-    ):
-        assert "colour=red: expected NAME=VALUE" in refused[1]
-        found = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        assert len(made) - 1 == len(found) == 2
-        assert len(again) == 1  # they are there already
-        dense, split = (entry["outcome"]["loss"] for entry in found)
-        assert dense < split < 4.6  # log 103 = 4.63 knows nothing
-        assert all(f"{loss:.3f}" in "\n".join(table) for loss in (dense, split))
 
 
 def test_local_steps_by_speed() -> None:

@@ -201,17 +201,3 @@ def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
         assert len({report.weights for report in found}) == 1
         assert all(0 < report.sent < 0.05 * report.dense for report in found)
     assert found[0].accuracy > 60
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    ["torch_ddp", "torch_optimizer", "diloco", "fsdp_hybrid", "lightning_ddp", "accelerate_loop", "hf_trainer"],
-)
-def test_recipe_names_what_is_missing(recipe: str, forks: Run) -> None:
-    missing = (
-        "import runpy, sys\nsys.modules.update(dict.fromkeys(['torch', 'lightning', 'accelerate', 'transformers']))"
-    )
-    path = ROOT / f"examples/{recipe}.py"
-    status, said = forks("-c", f"{missing}\nrunpy.run_path(sys.argv[1])", path)
-    assert status == 1
-    assert re.fullmatch(r"This example needs \w+: pip install .*scikit-learn\n", said)

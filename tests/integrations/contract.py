@@ -124,7 +124,3 @@ def contract(it: Framework) -> None:
         case(kind=it.kinds)(each)
     case(number=[*range(len(it.dense))])(it.as_dense)
     case(number=[*range(len(it.compiled))])(it.trains_compiled)
-
-
-def dist_size() -> int:
-    return int(os.environ["WORLD_SIZE"])

@@ -181,13 +181,6 @@ def a_remote_address(folder: Path, kind: str) -> None:
     assert any("the residuals of this checkpoint are not in" in each for each in messages) == (dist.get_rank() == 0)
 
 
-@case(kind=["sgd"])
-def old_checkpoints_are_removed(folder: Path, kind: str) -> None:
-    trained(3, kind, keep(folder, save_top_k=1))
-    dist.barrier()
-    assert sorted(os.listdir(folder)) == ["epoch=2.ckpt", "epoch=2.ckpt.ranks"]
-
-
 @case(kind=KINDS)
 def fit_twice(folder: Path, kind: str) -> None:
     """A second fit begins as Lightning's does, with a new optimizer, and says what is lost."""

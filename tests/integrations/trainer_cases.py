@@ -159,15 +159,5 @@ def two_trainers(folder: Path, kind: str) -> None:
         register(second)
 
 
-@case(kind=["sgd"])
-def a_trial_of_a_search(folder: Path, kind: str) -> None:
-    """Its checkpoints are in a folder of its own, where residuals go as well."""
-    trainer = made(folder, kind, 2)
-    trainer._get_output_dir = lambda trial: str(folder / "run-0")
-    trainer.train()
-    assert not (folder / "checkpoint-2").exists()
-    assert (folder / "run-0/checkpoint-2/sparsecomm").is_dir()
-
-
 if __name__ == "__main__":
     main()

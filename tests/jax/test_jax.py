@@ -294,12 +294,6 @@ def test_sparsify_skips_steps_that_are_not_finite(way: str, caplog: pytest.LogCa
     ]
 
 
-def test_sparsify_says_that_optax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optax", None)
-    with pytest.raises(ImportError, match=r"pip install .*\[jax\]'"):
-        sj.sparsify(0.1)
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 X = np.ones(4, np.float32)
@@ -375,3 +369,9 @@ def test_denormals_under_jit(dtype: str) -> None:
     assert data.same_bits(np.asarray(out), expected_out)
     assert data.same_bits(np.asarray(kept), expected_residual)
     assert expected_out.any()
+
+
+def test_sparsify_says_that_optax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(ImportError, match=r"pip install .*\[jax\]'"):
+        sj.sparsify(0.1)

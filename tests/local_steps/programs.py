@@ -13,14 +13,8 @@ from tests import reference
 
 SHAPES = {"a": (20, 30), "b": (7,), "c": (64,), "d": (0, 3), "e": (), "f": (9, 9)}
 DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
-PLAIN: dict[str, Any] = {
-    "scope": "tensor",
-    "algorithm": "allgather",
-    "op": "mean",
-    "decay": 0.95,
-    "wire": "plain",
-    "dense_below": 0,
-}
+PLAIN: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "mean", "wire": "plain"}
+PLAIN |= {"decay": 0.95, "dense_below": 0}
 
 Arrays = dict[str, np.ndarray]
 Frozen = Callable[[int, int], set[str]]  # of a rank and a step

@@ -436,11 +436,10 @@ def test_begins_when_there_is_a_gradient(layout: str) -> None:
     run_on(layout, program)
 
 
-@pytest.mark.parametrize("dtypes", [("float16",), ("bfloat16",), ("float64",), ("bfloat16", "float32", "float64")])
 @pytest.mark.parametrize("layout", ["00", "0011"])
-def test_other_types(dtypes: tuple[str, ...], layout: str) -> None:
+def test_weights_of_several_types(layout: str) -> None:
     """Sums and moments are in the accumulator's type."""
-    reals = {name: data.DTYPES[dtypes[i % len(dtypes)]] for i, name in enumerate(SHAPES)}
+    reals = dict(zip(SHAPES, map(data.DTYPES.get, ["bfloat16", "float32", "float64", "float16"]), strict=True))
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         mine = {name: w.astype(reals[name]) for name, w in weights().items()}
@@ -454,9 +453,8 @@ def test_other_types(dtypes: tuple[str, ...], layout: str) -> None:
     check_equal(results := run_on(layout, program))
     for name, w in results[0][0].items():
         assert w.dtype == reals[name]
-        moved = np.abs(w.astype(float) - weights()[name].astype(reals[name]).astype(float))
-        assert (moved.max() if moved.size else 0) < 0.3
-        assert name != "matrix" or not data.same_bits(w, weights()[name].astype(reals[name]))
+        moved = np.abs(w.astype(float) - weights()[name].astype(reals[name]).astype(float)).max(initial=0)
+        assert (0 < moved < 0.3) == (w.size > 0)
 
 
 # -- states, other ranks, and what goes wrong -------------------------------------------------------------------------
@@ -831,50 +829,6 @@ def test_states_of_version_2_load(layout: str) -> None:
         np.testing.assert_allclose(results[0][0][name].ravel(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("density", [0.2, 1.0])
-def test_moments_of_a_lost_rank_are_made_from_units(density: float, caplog: pytest.LogCaptureFixture) -> None:
-    """During dense steps, which do not change units, from the others. A new rank brings nothing that it had."""
-
-    def begin(transport: simulated.SimulatedTransport) -> Any:
-        mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=density, betas=(0.9, 0.95))
-        for step in range(30):
-            optimizer.step(gradients(step, transport.rank))
-        return optimizer, copy.deepcopy(optimizer.state_dict())
-
-    old, stale = run(3, begin), run(1, begin)[0][0]
-    before, units = whole([state for _, state in old])
-
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        optimizer = stale if transport.rank == 1 else old[(0, 1, 2)[transport.rank]][0]
-        for name, w in old[0][0].weights.items():
-            optimizer.weights[name][...] = w
-        rebuilt = optimizer.rebuild(transport, joining=transport.rank == 1)
-        state = copy.deepcopy(optimizer.state_dict())
-        assert (rebuilt.ranks_lost, rebuilt.ranks_joined) == ((1,), (1,))
-        for step in range(30, 33):
-            assert optimizer.step(gradients(step, transport.rank)).usable
-        return optimizer.weights, optimizer.state_dict(), state
-
-    results = run(3, program)
-    check_equal([each[:2] for each in results])
-    after, others = whole([state for *_, state in results])
-    count = 0
-    for name, its in before.items():
-        begin_, end = old[1][1]["moments"][name]["part"]
-        count += end - begin_
-        np.testing.assert_array_equal(units[name], others[name])
-        is_lost = (np.arange(its["last"].size) >= begin_) & (np.arange(its["last"].size) < end)
-        for key in ("mean", "squares", "last", "compensation"):
-            np.testing.assert_array_equal(after[name][key][~is_lost], its[key][~is_lost])
-        assert not after[name]["mean"][is_lost].any()
-        assert not after[name]["compensation"][is_lost].any()
-        assert (after[name]["last"][is_lost] == 30).all()
-        ratio = (after[name]["squares"] / np.maximum(its["squares"], 1e-30))[is_lost & (its["last"] > 3)]
-        assert ratio.size == 0 or 0.4 < np.exp(np.log(ratio).mean()) < 2.5
-    assert f"rank 1: {count} moments were on lost ranks" in caplog.text
-
-
 CHANGES = [  # nodes, the ranks that stay in their new order (None: a new rank), and the nodes then
     ("001122", [0, 1, 4, 5], "0011"),
     ("0011", [0, 1, 2], "001"),
@@ -963,28 +917,6 @@ def test_nodes_change(layout: str, stay: list[int | None], other: str, dense_ste
             np.testing.assert_allclose(
                 after[name]["squares"][~has_moments], 2 * others[name][~has_moments] ** 2, rtol=1e-6
             )
-
-
-@pytest.mark.parametrize("behind", [0, 1])
-@pytest.mark.parametrize("layout", ["00", "0011"])
-def test_a_refresh_of_units_that_failed_on_a_rank_is_made_again(behind: int, layout: str) -> None:
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=lambda step: 1.0 if step < 3 else 0.3)
-        for step in range(3):
-            optimizer.step(gradients(step, transport.rank))
-        kept = copy.deepcopy([(bucket.exponents, bucket.residual) for bucket in optimizer.reducer.buckets])
-        optimizer._adamw._refresh_units(optimizer._rules())
-        for bucket, (exponents, residual) in zip(optimizer.reducer.buckets, kept, strict=True):
-            assert not data.same_bits(bucket.exponents, exponents)
-            if transport.rank == behind:  # as if its call had failed
-                bucket.exponents[:], bucket.residual[:], bucket.units_lag = exponents, residual, True
-        optimizer.rebuild(transport)
-        for step in range(3, 6):
-            assert optimizer.step(gradients(step, transport.rank)).usable
-        return mine, optimizer.state_dict()
-
-    check_equal(run_on(layout, program))
 
 
 @pytest.mark.parametrize("behind", [0, 1])

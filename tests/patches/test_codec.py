@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from hypothesis import strategies as st
 from sparsecomm.errors import InvalidInputError, PatchError
 from sparsecomm.patches import apply, diff, read_patch
 from sparsecomm.patches.codec import MAGIC, TensorPatch
-from sparsecomm.patches.elements import layout
 from tests import data
 
 NAMES = (
@@ -31,7 +31,7 @@ NAMES = (
     "complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2",
     "float8_e5m2fnuz",
 )  # fmt: skip
-OF_TORCH = [name for name in NAMES if "b11" not in name and name != "complex128"]
+OF_ALL = [name for name in NAMES if name != "complex128" and not re.search("uint[136]|uz", name)]
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in NAMES}
 SIZES = (0, 1, 3, 63, 64, 65, 1000, 4097)
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -60,10 +60,6 @@ def changed(old: np.ndarray, density: float, kind: str, rng: np.random.Generator
     return new
 
 
-def bits(x: np.ndarray) -> bytes:
-    return x.tobytes()
-
-
 @every_dtype
 def test_round_trips_are_exact(dtype: str) -> None:
     @settings(max_examples=25)
@@ -88,33 +84,17 @@ def test_round_trips_are_exact(dtype: str) -> None:
         assert (described.size, described.nbytes, list(described.tensors)) == (n, len(patch), [""])
         target = old.copy()
         apply(memoryview(patch), target)
-        assert bits(target) == bits(new)
+        assert target.tobytes() == new.tobytes()
         if kind == "any" and old.dtype.itemsize <= 8:
             stand_in = old.copy().view(f"u{old.dtype.itemsize}")
             apply(bytearray(patch), stand_in)
-            assert bits(stand_in) == bits(new)
-        if bits(old) != bits(new):
+            assert stand_in.tobytes() == new.tobytes()
+        if old.tobytes() != new.tobytes():
             with pytest.raises(PatchError, match="other weights"):
                 apply(patch, target)
-            assert bits(target) == bits(new)
+            assert target.tobytes() == new.tobytes()
 
     check()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "complex64", "float64"])
-def test_sizes_around_the_borders_of_pieces(dtype: str) -> None:
-    rng = np.random.default_rng(1)
-    piece = 1 << 20
-    big = random_bits(2 * piece + 1, dtype, rng)
-    for n in (piece - 1, piece, piece + 1, 2 * piece + 1):
-        old = big[:n].copy()
-        new = old.copy()
-        at = [i for i in (0, 511, 512, piece - 1, piece, n - 1) if i < n]
-        new[at] = new[at][::-1]
-        new[n // 2 : n // 2 + 3000] = 0
-        target = old.copy()
-        apply(diff(old, new), target)
-        assert bits(target) == bits(new)
 
 
 def test_mappings_and_shapes_and_names() -> None:
@@ -126,7 +106,7 @@ def test_mappings_and_shapes_and_names() -> None:
     patch = diff(old, dict(reversed(new.items())))
     target = {name: x.copy() for name, x in reversed(old.items())}
     apply(patch, target)
-    assert all(bits(target[name]) == bits(new[name]) for name in new)
+    assert all(target[name].tobytes() == new[name].tobytes() for name in new)
     assert {name: t.shape for name, t in read_patch(patch).tensors.items()} == {n: x.shape for n, x in old.items()}
     apply(diff({}, {}), {})
     first, then = diff(old, new), diff(new, old)
@@ -138,19 +118,7 @@ def test_mappings_and_shapes_and_names() -> None:
 def test_arrays_of_pytorch_and_jax() -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     rng = np.random.default_rng(3)
-    for name in [
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "int8",
-        "int64",
-        "uint8",
-        "bool",
-        "complex64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]:
+    for name in OF_ALL:
         old = random_bits(600, name, rng).reshape(20, 30)
         new = changed(old.reshape(-1), 0.1, "any", rng).reshape(20, 30)
         of_torch = [torch.from_numpy(x.copy().view(np.uint8)).view(getattr(torch, name)) for x in (old, new)]
@@ -163,7 +131,7 @@ def test_arrays_of_pytorch_and_jax() -> None:
         if parameter.is_floating_point():
             parameter = torch.nn.Parameter(parameter)
         apply(patches[0], parameter)
-        assert bytes(parameter.detach().view(torch.uint8).numpy()) == bits(new)
+        assert bytes(parameter.detach().view(torch.uint8).numpy()) == new.tobytes()
     with pytest.raises(InvalidInputError, match="immutable"):
         apply(diff(np.zeros(3), np.zeros(3)), jax.numpy.zeros(3))
 
@@ -173,10 +141,10 @@ def test_arrays_of_pytorch_and_jax() -> None:
 
 def refuse(patch: Any, tensors: Any, error: Any, match: str | None = None) -> None:
     arrays = tensors.values() if isinstance(tensors, dict) else [tensors]
-    before = [bits(np.asarray(x)) for x in arrays]
+    before = [np.asarray(x).tobytes() for x in arrays]
     with pytest.raises(error, match=match):
         apply(patch, tensors)
-    assert [bits(np.asarray(x)) for x in arrays] == before
+    assert [np.asarray(x).tobytes() for x in arrays] == before
 
 
 def small() -> tuple[dict[str, np.ndarray], bytes]:
@@ -262,13 +230,10 @@ def test_headers_with_other_values_are_refused(value: Any) -> None:
         refuse(rewritten(patch, lambda _, header=header: header or [header]), old, (PatchError, InvalidInputError))
 
 
-def test_a_change_that_the_header_denies_is_refused() -> None:
+def test_headers_that_contradict_the_rest_are_refused() -> None:
     old, patch = small()
-
-    def change(header: list[Any]) -> None:
-        header[1][0][FIELD["changed"]] = 0
-
-    refuse(rewritten(patch, change), old, PatchError)
+    refuse(rewritten(patch, lambda header: header[1][0].__setitem__(FIELD["changed"], 0)), old, PatchError)
+    refuse(rewritten(patch, lambda header: header[1].__setitem__(1, header[1][0])), old, PatchError)  # a name twice
     refuse(rewritten(patch, lambda header: ["0" * 32, header[1]]), old, PatchError, "leads to other weights")
 
 
@@ -295,24 +260,6 @@ def test_headers_with_huge_sizes_take_no_memory() -> None:
         tracemalloc.stop()
 
 
-def test_a_header_with_a_name_twice_is_refused() -> None:
-    old, patch = small()
-
-    def change(header: list[Any]) -> None:
-        header[1][1] = header[1][0]
-
-    refuse(rewritten(patch, change), old, PatchError)
-
-
-def test_errors_name_the_tensor_and_integers_have_no_exponent() -> None:
-    read_only = {"weight": np.zeros(3)}
-    read_only["weight"].flags.writeable = False
-    with pytest.raises(InvalidInputError, match=r"^weight: "):
-        apply(diff(read_only, {"weight": np.ones(3)}), read_only)
-    assert layout("float16", 0).is_float
-    assert not layout("int32", 0).is_float
-
-
 # Sizes, threads, interrupts.
 
 
@@ -336,7 +283,7 @@ def test_patches_are_no_longer_than_the_compressed_tensors(density: float) -> No
         assert len(patch) <= max(1.1 * compressed, 1000) + 300, name
         assert len(patch) <= 1.01 * new.nbytes + 300, name
         apply(patch, old)
-        assert bits(old) == bits(new)
+        assert old.tobytes() == new.tobytes()
         assert len(diff(old, new)) < 200, name
     one = news["weights"].copy()
     one[n // 2] = 1
@@ -353,7 +300,7 @@ def test_any_number_of_threads_makes_the_same_patch(monkeypatch: pytest.MonkeyPa
         patches.append(diff(old, new))
         target = {name: x.copy() for name, x in old.items()}
         apply(patches[0], target)
-        assert all(bits(target[name]) == bits(new[name]) for name in new)
+        assert all(target[name].tobytes() == new[name].tobytes() for name in new)
     assert patches[0] == patches[1]
 
 
@@ -362,7 +309,7 @@ def test_an_interrupt_leaves_the_old_or_the_new_weights() -> None:
     old = {str(i): rng.standard_normal(100_000) for i in range(8)}
     new = {name: changed(x, 0.3, "step", rng) for name, x in old.items()}
     patch, outcomes = diff(old, new), set()
-    states = {tuple(map(bits, old.values())): "old", tuple(map(bits, new.values())): "new"}
+    states = {tuple(x.tobytes() for x in old.values()): "old", tuple(x.tobytes() for x in new.values()): "new"}
     for delay in itertools.chain(np.linspace(1e-4, 0.02, 40), [1.0]):
         target = {name: x.copy() for name, x in old.items()}
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -372,7 +319,7 @@ def test_an_interrupt_leaves_the_old_or_the_new_weights() -> None:
                 apply(patch, target)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        outcomes.add(states[tuple(map(bits, target.values()))])
+        outcomes.add(states[tuple(x.tobytes() for x in target.values())])
     assert outcomes == {"old", "new"}
 
 

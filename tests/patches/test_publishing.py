@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
-import resource
-import shutil
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from sparsecomm.errors import InvalidInputError, PatchError
 from sparsecomm.patches import Folder, Publisher, Subscriber, apply, diff
-from sparsecomm.patches.elements import host_view
-from sparsecomm.patches.safetensors import map_weights
 from sparsecomm.patches.versions import parse
 from tests.interrupts import InterruptError, interrupted
 from tests.patches import histories
-from tests.patches.faults import CrashError, failing
+from tests.patches.faults import failing
 from tests.patches.histories import MANIFEST, content
 
 
@@ -58,47 +53,6 @@ def named(folder: Path) -> set[str]:
 def test_random_histories(chunk: int) -> None:
     for seed in range(50 * chunk, 50 * chunk + 50):
         histories.play(seed)
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("crash", [False, True])
-def test_the_folder_is_usable_after_a_failure_of_any_operation(
-    crash: bool, after: bool, tmp_path: Path, weights: dict[str, np.ndarray]
-) -> None:
-    """The next publication contains everything, and leaves nothing behind."""
-    for number in range(100):
-        folder = tmp_path / str(number)
-        publisher = Publisher(weights, folder, anchor_every=1)
-        follower = Subscriber({name: np.zeros_like(x) for name, x in weights.items()}, folder)
-        contents = {}
-        for step in range(4):
-            train(weights, step)
-            publisher.publish(step)
-            contents[step] = content(weights)
-        follower.update()
-        train(weights, 4)
-        contents[4] = content(weights)
-        failed = True
-        with suppress(OSError, CrashError), failing(number, crash=crash, after=after) as operations:
-            publisher.publish(4)
-            failed = False
-        step, tensors = newest(folder, weights)
-        assert step is not None
-        assert content(tensors) == contents[step]
-        assert step == 3 or not failed or crash or after, "an error was raised, and the version exists"
-        assert step == follower.update()
-        train(weights, 5)
-        if crash:
-            publisher = Publisher(weights, folder, anchor_every=1)
-        publisher.publish(5)
-        step, tensors = newest(folder, weights)
-        assert (step, content(tensors)) == (5, content(weights))
-        assert (follower.update(), content(follower.tensors)) == (5, content(weights))
-        assert not follower.problems
-        assert {path.name for path in folder.iterdir()} == named(folder) | {MANIFEST}
-        if operations.done <= number:
-            break
-    assert 8 < number < 30
 
 
 def test_the_clean_up_deletes_no_files_of_others(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
@@ -193,19 +147,6 @@ def followed(
     return subscriber
 
 
-def test_the_step_remains_while_the_list_of_versions_is_missing(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
-    subscriber = followed(tmp_path, weights, 1)
-    (tmp_path / MANIFEST).rename(tmp_path / "elsewhere")
-    assert subscriber.update() == 0 == subscriber.step
-    subscriber.tensors["a"][0] += 1
-    (tmp_path / "elsewhere").rename(tmp_path / MANIFEST)
-    train(weights, 1)
-    Publisher(weights, tmp_path, anchor_every=1).publish(1)
-    for path in tmp_path.glob("v0*"):
-        path.unlink()
-    assert subscriber.update() is None is subscriber.step  # no version has these weights
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("error", [InvalidInputError, KeyboardInterrupt, PatchError])
 def test_an_error_between_two_patches_leaves_a_complete_version(
@@ -251,7 +192,7 @@ def test_a_damaged_name_in_an_anchor_is_no_error_of_the_program(tmp_path: Path, 
         tensors["a"][...] = 0
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 7])
+@pytest.mark.parametrize("every", [1, 3])
 def test_anchors_come_every_n_patches_and_pruning_leaves_two(
     every: int, tmp_path: Path, weights: dict[str, np.ndarray]
 ) -> None:
@@ -307,55 +248,6 @@ def test_a_second_publisher_in_a_folder_is_refused(tmp_path: Path, weights: dict
         train(weights, 1)
         second.publish(3)
     assert newest(tmp_path, weights)[0] == 3
-
-
-def test_a_full_disk_raises_and_the_next_version_contains_everything(
-    tmp_path: Path, weights: dict[str, np.ndarray]
-) -> None:
-    follower = followed(tmp_path, weights, 1)
-    publisher = Publisher(weights, tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = sorted(tmp_path.iterdir())
-    try:
-        for publish in (publisher.publish, lambda step: publisher.publish_in_background(step).result()):
-            train(weights, 1)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # bytes of a file
-            with pytest.raises(OSError, match="File too large"):
-                publish(1)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            assert sorted(tmp_path.iterdir()) == before
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    train(weights, 2)
-    assert publisher.publish(2).anchor_bytes == 0
-    assert (follower.update(), content(follower.tensors)) == (2, content(weights))
-
-
-def test_a_folder_that_cannot_be_made_raises(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        Publisher(weights, tmp_path / "file" / "folder")
-    publisher = Publisher(weights, tmp_path / "new" / "folder")
-    publisher.publish(1)
-    shutil.rmtree(tmp_path / "new")
-    with pytest.raises((OSError, InvalidInputError)):
-        publisher.publish(2)
-
-
-@pytest.mark.parametrize("copy", ["device", "host"])
-def test_background_publications_contain_the_weights_of_the_call(
-    copy: Any, tmp_path: Path, weights: dict[str, np.ndarray]
-) -> None:
-    contents = {}
-    with Publisher(weights, tmp_path, anchor_every=2, copy=copy) as publisher:
-        follower = Subscriber({name: np.zeros_like(x) for name, x in weights.items()}, tmp_path)
-        for step in range(20):
-            contents[step] = content(weights)
-            publisher.publish_in_background(step)
-            train(weights, step)
-            if (found := follower.update()) is not None:
-                assert content(follower.tensors) == contents[found]
-    assert (follower.update(), content(follower.tensors)) == (19, contents[19])
 
 
 def test_anchors_are_files_of_safetensors(tmp_path: Path) -> None:
@@ -414,18 +306,6 @@ def test_arguments_of_all_kinds(tmp_path: Path) -> None:
         Subscriber(x, tmp_path)
 
 
-def test_uint16_may_stand_for_bfloat16(tmp_path: Path) -> None:
-    x = np.arange(50).astype(ml_dtypes.bfloat16)
-    publisher = Publisher({"x": x}, tmp_path)
-    bits = np.zeros(50, np.uint16)
-    subscriber = Subscriber({"x": bits}, tmp_path)
-    for step in range(3):
-        publisher.publish(step)
-        assert subscriber.update() == step
-        assert (bits == x.view(np.uint16)).all()
-        x[step] = -7
-
-
 def test_tensors_that_share_memory(tmp_path: Path) -> None:
     """As tied weights of a model do."""
     x, y = np.arange(6.0), np.zeros(6)
@@ -472,17 +352,6 @@ def test_files_of_other_versions_are_refused(pattern: str, tmp_path: Path) -> No
     assert subscriber.update() == (2 if pattern == "*.patch" else 3)
     assert "leads to other weights" in " ".join(subscriber.problems)
     assert subscriber.tensors[""][0] == (0 if pattern == "*.patch" else 2)
-
-
-def test_a_file_of_another_model_is_no_error_of_the_program(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
-    subscriber = followed(tmp_path, weights, 2, anchor_every=1)
-    Publisher({"other": np.zeros(3)}, tmp_path / "other").publish(0)
-    anchors = sorted(tmp_path.glob("*.gz"))
-    for anchor in anchors:
-        anchor.write_bytes(next((tmp_path / "other").glob("*.gz")).read_bytes())
-    subscriber.tensors["a"][0] += 1
-    assert subscriber.update() is None
-    assert "bytes; expected" in subscriber.problems[1]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # interrupted between opening a file and using it
@@ -536,10 +405,12 @@ def test_a_missing_list_is_reported_and_published_tensors_are_checked(
     assert not any(tmp_path.iterdir())
 
 
-def test_tensors_of_a_file_may_be_listed_in_any_order(tmp_path: Path) -> None:
-    entries = {"b": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}
-    entries["a"] = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
-    header = json.dumps(entries).encode()
-    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + bytes([1, 2, 3]))
-    found = {name: bytes(host_view(weight.tensor)) for name, weight in map_weights(tmp_path / "file").items()}
-    assert found == {"a": b"\1", "b": b"\2\3"}
+def test_a_file_of_another_model_is_no_error_of_the_program(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+    subscriber = followed(tmp_path, weights, 2, anchor_every=1)
+    Publisher({"other": np.zeros(3)}, tmp_path / "other").publish(0)
+    anchors = sorted(tmp_path.glob("*.gz"))
+    for anchor in anchors:
+        anchor.write_bytes(next((tmp_path / "other").glob("*.gz")).read_bytes())
+    subscriber.tensors["a"][0] += 1
+    assert subscriber.update() is None
+    assert "bytes; expected" in subscriber.problems[1]

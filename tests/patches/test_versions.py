@@ -71,20 +71,9 @@ def test_long_lists_take_little_time_and_memory(backward: bool) -> None:
 
 
 NAMES = (
-    "../x.patch",
-    "/x.patch",
-    "a/b.patch",
-    ".hidden",
-    "",
-    "..",
-    "x\\y",
-    "x..y",
-    "x\n",
-    "x" * 300,
-    "\u0661.patch",
-    7,
+    "../x.patch", "/x.patch", "a/b.patch", ".hidden", "", "..", "x\\y", "x..y", "x\n", "x" * 300, "\u0661.patch", 7,
     None,
-)
+)  # fmt: skip
 ROWS: list[Any] = [
     *([1, 1, "0" * 32, "", [name, 5], None] for name in NAMES),
     *([1, 1, "0" * 32, "", None, ["x.safetensors.gz", size]] for size in (-1, 1.5, "5", True, 1 << 70, None)),

@@ -12,15 +12,8 @@ from sparsecomm.transport import simulated
 from tests import data
 
 SHAPES = {"a": (20, 30), "b": (7,), "c": (500,), "d": (0, 3), "e": (), "f": (16, 16)}
-MIXED = {
-    "a": "float32",
-    "b": "float16",
-    "c": "float16",
-    "d": "float32",
-    "e": "float64",
-    "f": "float64",
-    "g": "bfloat16",
-}
+MIXED = {"a": "float32", "b": "float16", "c": "float16", "d": "float32", "e": "float64", "f": "float64"}
+MIXED["g"] = "bfloat16"
 
 SETTINGS: dict[str, Any] = {"density": 0.1, "op": "sum", "bucket_bytes": 1500, "dense_below": 10, "nodes": False}
 

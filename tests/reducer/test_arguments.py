@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.reducer.connection import layout
 from sparsecomm.reducer.options import density_at
-from sparsecomm.tensors.dtypes import FLOAT32
-from sparsecomm.tensors.interop import CPU, TensorSpec
 
 X = np.ones(100, np.float32)
 
@@ -44,21 +41,6 @@ def test_names_and_tensors(tensors: Any) -> None:
 def test_what_is_no_names_and_tensors(tensors: Any, seen: str) -> None:
     with pytest.raises(sc.InvalidInputError, match=f"^tensors: .*{seen}"):
         sc.Reducer(tensors, 0.01)
-
-
-def test_the_work_of_a_layout_is_linear_in_the_tensors() -> None:
-    looked = 0
-
-    class Counted(TensorSpec):
-        @property
-        def nbytes(self) -> int:
-            nonlocal looked
-            looked += 1
-            return 4
-
-    specs = [Counted(str(i), (1,), FLOAT32, CPU) for i in range(1000)]
-    assert [len(members) for members, _ in layout(specs, "bucket", 0, 1000)] == [250] * 4
-    assert looked <= 2 * len(specs)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.collectives import SumCall
 from sparsecomm.calls.label import Label
 from sparsecomm.transport import simulated
@@ -57,61 +56,7 @@ def test_what_is_refused_changes_nothing(what: str) -> None:
     assert run(2, lambda r: program(r, True)) == run(2, lambda r: program(r, False))
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_push_that_runs_out_of_memory_changes_nothing(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise MemoryError("on purpose")
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        reducer, mine = reducer_of(transport), gradients(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(CpuBackend, "add_first", fails)
-            with pytest.raises(MemoryError):
-                reducer.push("a", mine["a"])
-        names = ["c", "a"] if again else ["c"]
-        for name in names:
-            reducer.push(name, mine[name])
-        assert reducer.wait().without_gradient == SHAPES.keys() - {"d", *names}
-        left, pushed = residuals(reducer), gradients(1)
-        same({name: mine[name] + left[name] for name in names}, {name: pushed[name] for name in names})
-        assert not any(left[name].any() for name in SHAPES.keys() - names)
-
-    run(1, program)
-
-
 # -- ranks that differ ------------------------------------------------------------------------------------------------
-
-DIFFERENT: dict[str, dict[str, Any]] = {
-    "names": {"tensors": {("z" if name == "c" else name): a for name, a in gradients(0).items()}},
-    "order": {"tensors": dict(reversed(gradients(0).items()))},
-    "number": {"tensors": {name: a for name, a in gradients(0).items() if name != "f"}},
-    "shape": {"tensors": gradients(0) | {"c": np.zeros((5, 100), np.float32)}},
-    "type": {"tensors": gradients(0) | {"c": np.zeros(500)}},
-    "density": {"density": 0.2},
-    "algorithm": {"algorithm": "tree"},
-    "op": {"op": "mean"},
-    "wire": {"wire": "packed_int8"},
-    "scope": {"scope": "model"},
-    "chunk": {"scope": "chunk", "chunk": 64},
-    "bucket_bytes": {"bucket_bytes": 10_000},
-    "dense_below": {"dense_below": 300},
-    "momentum": {"momentum": 0.5},
-    "clip": {"clip": 3.0},
-    "skip_nonfinite": {"skip_nonfinite": True},
-}
-
-
-@several
-@pytest.mark.parametrize("difference", DIFFERENT)
-def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, difference: str) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        odd = DIFFERENT[difference] if transport.rank == P // 2 else {}
-        reducer = reducer_of(transport, **{"algorithm": "split"} | odd)
-        dtypes = {name: reducer._specs[name].accumulator.name for name in reducer.names}
-        shapes = {name: reducer._specs[name].shape for name in reducer.names}
-        reducer.reduce(gradients(transport.rank, shapes, dtypes))
-
-    assert {type(error) for error in errors(P, program)} == {sc.CollectiveMismatchError}
 
 
 @several
@@ -198,32 +143,6 @@ def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
 
     results = run(P, program)
     same(total([*(r[2] for r in results), results[0][1]]), total(r[0] for r in results))
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, sc.InvalidInputError])
-def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_nothing(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(transport, scope="tensor")
-        reducer.reduce(gradients(0))
-        before = residuals(reducer)
-
-        def fails(*_: Any) -> int:
-            raise error("on purpose")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(transport, "begin", fails)
-            mine = gradients(1)
-            for name, gradient in mine.items():
-                reducer.push(name, gradient)
-            with pytest.raises(error, match="on purpose"):
-                reducer.wait()
-        assert not reducer.pending
-        same(residuals(reducer), total([before, gradients(1)]))
-        assert reducer.reduce(gradients(2)).number == 2
-
-    run(1, program)
 
 
 # -- NaN --------------------------------------------------------------------------------------------------------------

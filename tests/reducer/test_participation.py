@@ -132,24 +132,6 @@ def test_a_call_that_fails_changes_nothing_without_a_gradient(whole: bool, monke
     same(total([results[0][1], *(r[2] for r in results)]), total([pushed, *(r[0] for r in results)]))
 
 
-@pytest.mark.parametrize("options", [{}, {"clip": 1e9}, {"skip_nonfinite": True}], ids=str)
-def test_a_step_that_is_left_keeps_what_was_set_aside(options: dict[str, Any]) -> None:
-    """Some of its calls have been made when ranks are found to be lost, and others have not."""
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(transport, scope="tensor", **options)
-        reducer.reduce(gradients(transport.rank))
-        before, pushed = residuals(reducer), gradients(10)["a"]
-        reducer.push("f", None)
-        reducer.push("a", pushed)
-        reducer.rebuild(transport)
-        assert "a" in reducer.unsummed
-        assert ("f" in reducer.unsummed) == bool(options)  # its call was made, or did not count
-        same(residuals(reducer), before | {"a": before["a"] + pushed})
-
-    run(2, program)
-
-
 def test_a_complete_step_sends_nothing_more_and_each_incomplete_call_one_small_message() -> None:
     """Of more tensors than a word has bits."""
     tensors = {f"{i}": np.ones(3, np.float32) for i in range(70)} | {"large": np.ones(500, np.float32)}

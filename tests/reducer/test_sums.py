@@ -262,17 +262,6 @@ def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], n
         run(2, program)
 
 
-def test_small_tensors_are_summed_whole_in_one_call_at_the_end() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        mine, whole = gradients(transport.rank), total(gradients(rank) for rank in range(3))
-        reducer = reducer_of(transport, scope="tensor", dense_below=300)
-        assert reducer.groups == [["c"], ["a"], ["f", "e", "b"]]
-        reducer.reduce(mine)
-        same({name: mine[name] for name in "bef"}, {name: whole[name] for name in "bef"})
-
-    run(3, program)
-
-
 def test_types_and_tensors_without_elements_share_no_call() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine = gradients(0, ALL, MIXED)

@@ -11,7 +11,6 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.transport import simulated
-from tests.interrupts import InterruptError, interrupted
 from tests.ranks import run
 
 ERRORS = [OSError, MemoryError, RecursionError, StopIteration]
@@ -82,18 +81,12 @@ def test_an_error_whose_message_cannot_be_read_is_named() -> None:
 def test_a_difference_is_named_with_both_values() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         thing = Thing(transport)
+        differ, rank = "the states of rank 0 and rank {} differ in", transport.rank
+        sums = r"\(checksum \w{16} and checksum \w{16}\)"
         for a, b, what in (
-            (3 + (transport.rank == 2), "new", r"the states of rank 0 and rank 2 differ in a \(3 and 4\)"),
-            (
-                2**64 - 1 - (transport.rank > 0),
-                "new",
-                rf"rank 0 and rank 1 differ in a \({2**64 - 1} and {2**64 - 2}\)",
-            ),
-            (
-                3,
-                "new" * (1 + transport.rank % 2),
-                r"the states of rank 0 and rank 1 differ in b \(checksum \w{16} and checksum \w{16}\)",
-            ),
+            (3 + (rank == 2), "new", differ.format(2) + r" a \(3 and 4\)"),
+            (2**64 - 1 - (rank > 0), "new", differ.format(1) + rf" a \({2**64 - 1} and {2**64 - 2}\)"),
+            (3, "new" * (1 + rank % 2), f"{differ.format(1)} b {sums}"),
         ):
             match = f"^rank {transport.rank}: .*{what}; load states .* saved together"
             with pytest.raises(sc.InvalidInputError, match=match):
@@ -112,28 +105,3 @@ def test_a_load_that_meets_another_call_is_undone() -> None:
         assert thing.values == (0, "old", False)
 
     run(3, program)
-
-
-def test_an_interrupt_anywhere_leaves_all_loaded_or_nothing_changed() -> None:
-    """On one rank. The attack `interrupts` interrupts one of several."""
-    outcomes = set()
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        number, points = 0, 1
-        while number < points:
-            thing = Thing(transport)
-            raised = None
-            with interrupted(number) as at:
-                try:
-                    thing.load(7, "new")
-                except (InterruptError, sc.SparseCommError) as error:
-                    raised = error
-            assert thing.values in ((0, "old", False), (7, "new", True)), number
-            assert at.interrupts == (raised is not None), number
-            points = max(points, at.passed) if raised is None else max(points, number + 2)
-            points = number if raised is None else points
-            outcomes.add(thing.a)
-            number += 1
-
-    run(1, program)
-    assert outcomes == {0, 7}

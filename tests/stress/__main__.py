@@ -20,8 +20,8 @@ from tests.processes import ROOT
 from tests.stress.harness import Attack, Numbered
 
 ATTACKS = (
-    "calls", "messages", "peers", "inputs", "states", "files", "kills", "threads", "signals", "interrupts",
-    "endurance", "stopped", "lost", "lives", "soak", "strangers", "all",
+    "calls", "messages", "peers", "inputs", "states", "files", "kills", "threads", "interrupts",
+    "endurance", "lost", "lives", "soak", "strangers", "all",
 )  # fmt: skip
 # What `all` runs; numbers are scaled.
 PARTS = {
@@ -38,10 +38,8 @@ PARTS = {
     "messages with sanitizers": "--sanitized BUILD --messages 50_000",
     "inputs with sanitizers": "--sanitized BUILD --inputs 500",
     "threads": "--calls 5000 --forks 50",
-    "signals": "--calls 1000",
     "interrupts": "--over mpi --stride 0 --signals 50",
     "endurance": "--calls 20_000 --communicators 300",
-    "stopped": "--rounds 2",
     "strangers": "--connections 40_000",
     "soak": "--no-network --minutes 1",
     "lost": "--runs 2",

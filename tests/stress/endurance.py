@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import sparsecomm as sc
-from tests.stress.harness import Attack, Ranks
-from tests.stress.one_call import ALGORITHMS
+from tests.stress.harness import ALGORITHMS, Attack, Ranks
 
 MAX_GROWTH = 2**20  # bytes of resident memory
 SECONDS_PER_CALL, SECONDS_PER_COMMUNICATOR = 2e-3, 0.1  # at most, on a busy machine

@@ -14,25 +14,36 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from types import FrameType
 
 import numpy as np
 
 from tests.interrupts import LIBRARY, InterruptError, Points, interrupted
 from tests.stress import scenes
 from tests.stress.harness import Attack, Ranks
-from tests.stress.one_call import Alarm
 from tests.stress.scenes import SCENES, Within
 
 HANG = 20  # seconds of a round
 
 
-class Signal(Alarm):
-    """A real signal at a random time within a scene's block, of this rank alone."""
+class Signal:
+    """A real signal at a random time within a scene's block, of this rank alone, whose handler raises once."""
 
     usual = 1e-3  # seconds that the block takes
 
-    def may_raise(self, frame: Any) -> bool:
+    def __init__(self) -> None:
+        self.where, self._armed = "", False  # the innermost place in Python code where the handler raised
+        signal.signal(signal.SIGALRM, self._handle)
+
+    def _handle(self, _: int, frame: FrameType | None) -> None:
+        if self._armed and frame is not None and self._may_raise(frame):
+            self._armed = False
+            self.where = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_code.co_name}"
+            raise InterruptError
+        if self._armed:  # soon
+            signal.setitimer(signal.ITIMER_REAL, 2e-5)
+
+    def _may_raise(self, frame: FrameType | None) -> bool:
         """Raise in the library, and in the function that only calls it, where a deferred signal arrives."""
         while frame is not None and frame.f_code.co_filename != scenes.__file__:
             if frame.f_code.co_filename.startswith(LIBRARY):
@@ -43,16 +54,15 @@ class Signal(Alarm):
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Interrupt the block after so many seconds; 0: not at all."""
-        began = time.perf_counter()
+        began, self.where = time.perf_counter(), ""
         try:
+            self._armed = bool(seconds)
+            signal.setitimer(signal.ITIMER_REAL, seconds and max(seconds, 1e-6))
+            yield
             if not seconds:
-                yield
                 self.usual = time.perf_counter() - began
-                return
-            with self:
-                self.set(seconds)
-                yield
         finally:
+            self._armed = False  # the signal may still arrive in here
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -78,7 +88,7 @@ class Interrupts(Attack):
         """Interrupt one scene, at places and by signals."""
         os.environ["SPARSECOMM_ALONE"] = "1"
         (self._name,) = self.given.scenes
-        self._ranks, alarm = ranks, Signal(InterruptError)
+        self._ranks, alarm = ranks, Signal()
         self._right = ranks.gather(SCENES[self._name](ranks, lambda: alarm.within(0)))[ranks.rank]
         stride, rng = self.given.stride, np.random.default_rng(self.report.seed)
         at, place = self.report.seed % max(1, stride), "yes"
@@ -89,7 +99,6 @@ class Interrupts(Attack):
         for i in range(self.given.signals):
             if any(ranks.gather(bool(self.report.failures))):  # they may be apart for good
                 break
-            alarm.set(0)
             seconds = float(rng.uniform(0, 1.2 * alarm.usual)) if ranks.rank == 1 else 0.0
             within: Within = (lambda s=seconds: alarm.within(s)) if seconds else interrupted
             self._round(f"signal {i}", within, lambda: alarm.where)

@@ -23,8 +23,7 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.processes import end
-from tests.stress.harness import Numbered, Ranks, numbered
-from tests.stress.one_call import ALGORITHMS
+from tests.stress.harness import ALGORITHMS, Numbered, Ranks, numbered
 
 P = 4
 ELEMENTS = 600

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,12 +41,11 @@ class Case:
     seed: int
     number: int
     P: int
-    kinds: Mapping[str, tuple[type[Subject], int]] = field(default_factory=lambda: KINDS)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng([self.seed, self.number])
-        parts = np.array([part for _, part in self.kinds.values()])
-        self.kind = list(self.kinds)[rng.choice(len(parts), p=parts / parts.sum())]
+        parts = np.array([part for _, part in KINDS.values()])
+        self.kind = list(KINDS)[rng.choice(len(parts), p=parts / parts.sum())]
         self.ranks_damaged = str(rng.choice(["one", "all alike", "all", "none"], p=[0.6, 0.2, 0.17, 0.03]))
         self.victim = int(rng.integers(self.P))
         self.steps = [int(n) for n in rng.integers(0, 6, 2)]
@@ -59,7 +58,7 @@ class Case:
         Returns:
             The outcome on each rank, and a digest of this rank's common values after further steps, if all loaded.
         """
-        subject = self.kinds[self.kind][0](comm, rank, np.random.default_rng(self.of_subject))
+        subject = KINDS[self.kind][0](comm, rank, np.random.default_rng(self.of_subject))
         for _ in range(self.steps[0]):
             subject.step()
         state = subject.it.state_dict()

@@ -7,15 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.processes import ENVIRONMENT, LIMIT, ROOT, needs_mpirun, needs_survivors
-from tests.stress.__main__ import ATTACKS, main
-from tests.stress.calls import Calls
 from tests.stress.sanitizers import COMPILER
 from tests.thinning import exhaustive
 
@@ -41,9 +38,7 @@ FIXED = [
     "peers --messages 1 --first 10066 --jobs 0 --seed 23",  # `split` trusted how many sums reach a bound
     "inputs --inputs 200 --jobs 0",
     "states --states 25 --jobs 0",
-    "signals --calls 250 --ranks 1 3 --over simulated",
     pytest.param("lives --lives 20 --jobs 0", marks=needs_process_groups),
-    pytest.param("signals --calls 100 --ranks 1 --over files", marks=needs_process_groups),
     pytest.param("threads --calls 1000 --forks 20 --pool-only", marks=[needs_compiler, pytest.mark.exhaustive]),
 ]
 NEW = [
@@ -57,11 +52,8 @@ NEW = [
 ON_REAL_RANKS = [
     "states --states 40 --over mpi",
     "states --states 40 --over gloo",
-    "signals --calls 200 --ranks 1 2 3 --over mpi",
-    "signals --calls 200 --ranks 2 --over gloo",
     "interrupts --stride 0 --signals 20 --over mpi --scenes reducer local adamw load-Reducer torch-optimizer",
     "endurance --calls 4000 --communicators 100",
-    "stopped --rounds 1",
     "strangers --connections 8000",
     "soak --minutes 0.4 --no-network --ranks 3 --timeout 2 --every 6 --long 2 --stall 0.5",
 ]
@@ -100,22 +92,3 @@ def test_a_lost_rank(seed: int) -> None:
 def test_messages_and_inputs_under_sanitizers(tmp_path: Path) -> None:
     for which, cases in (("messages", 3000), ("inputs", 60)):
         attack(f"{which} --{which} {cases} --sanitized {shlex.quote(str(tmp_path))}/build", 1)
-
-
-def test_what_is_found_is_reported_with_its_command(tmp_path: Path) -> None:
-    """A process that ends without a report is a failure, and its command repeats it."""
-    found = Calls(Namespace(attack="no-such-attack", seed=5, first=0, calls=10, jobs=1, max_ranks=33, sanitized=""))
-    found.run()
-    ((what, repeat),) = found.report.failures
-    assert repeat == "-m tests.stress no-such-attack --seed 5 --calls 10 --jobs 0"
-    assert "status 2" in what
-    found.report.write(tmp_path / "report.json")
-    assert '"seed": 5' in (tmp_path / "report.json").read_text()
-    assert repeat in (tmp_path / "report.txt").read_text()
-
-
-def test_each_attack_says_what_its_options_mean(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ATTACKS:
-        with pytest.raises(SystemExit):
-            main([name, "--help"])
-        assert "--seed SEED" in capsys.readouterr().out

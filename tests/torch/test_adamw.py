@@ -117,27 +117,6 @@ def test_moments_of_bfloat16_parameters_are_saved_in_float32() -> None:
     run(2, program)
 
 
-def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        dense, mine = OfTorch(transport), OfTorch(transport, lr=0.01, density=1.0, check_weights_every=None)
-        dense.it = torch.optim.AdamW(dense.named.values(), 0.01)
-        for step in range(4):
-            dense.step(gradients(step, 0))
-        for name, w in dense.weights.items():
-            mine.weights[name][...] = w
-        mine.it.residuals_apart()
-        state = dense.it.state_dict()
-        groups = [group | {"params": [i]} for i in range(3) for group in state["param_groups"]]
-        mine.it.load_state_dict(saved_and_read(state | {"param_groups": groups}))
-        for step in range(4, 8):
-            dense.step(gradients(step, 0))
-            mine.step(gradients(step, 0))
-        for name, w in dense.weights.items():
-            np.testing.assert_allclose(mine.weights[name], w, rtol=3e-6, atol=3e-6)
-
-    run(2, program)
-
-
 def test_weights_of_another_dtype_are_refused_on_all_ranks() -> None:
     """Also on a rank without gradients, which would otherwise wait for the others."""
 
@@ -243,43 +222,6 @@ def test_a_state_is_this_ranks_part() -> None:
     assert [len(state["exp_avg"]) for state in states] == [len(state["compensation"]) for state in states]
     assert sum(len(state["exp_avg"]) for state in states) == 6300
     assert all(0 < len(state["exp_avg"]) < 6300 for state in states)
-
-
-def _put(way: str, mine: Parts) -> None:
-    """Change the states of both optimizers."""
-    for ours, p, copied in zip(mine.states, mine.named.values(), mine.copies, strict=True):
-        dense = mine.dense.state[copied]
-        if way == "deleted":
-            del mine.it.state[p], mine.dense.state[copied]
-        elif way == "emptied":
-            ours.clear()
-            dense.clear()
-        elif way == "step":
-            ours["step"], dense["step"] = torch.tensor(40), torch.tensor(40.0)
-        for key in ("exp_avg", "exp_avg_sq") if way in ("whole", "parts", "in place", "one whole") else ():
-            if way == "whole" or (way == "one whole" and key == "exp_avg"):
-                ours[key] = dense[key].double() * 0.5
-            elif way == "parts":
-                ours[key] = ours[key].double() * 0.5
-            else:
-                ours[key].mul_(0.5)
-            dense[key].mul_(0.5)
-    if way == "cleared":
-        mine.it.state.clear()
-        mine.dense.state.clear()
-
-
-@pytest.mark.parametrize("way", ["deleted", "emptied", "cleared", "step", "whole", "one whole", "parts", "in place"])
-@pytest.mark.parametrize("P", [1, 3])
-def test_a_changed_state_takes_effect_in_the_next_step(way: str, P: int) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        mine = Parts(transport)
-        mine.steps(3)
-        _put(way, mine)
-        mine.steps(3)
-        mine.check()
-
-    run(P, program)
 
 
 def loaded(way: str, states: list[Any], rank: int, P: int) -> Any:
@@ -420,93 +362,6 @@ def test_moments_are_apart_with_residuals(apart_first: bool) -> None:
     run(3, program)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_resumed_training_goes_on_with_the_same_bits(apart: bool) -> None:
-    """Also if the first step after it is the first sparse one, which makes new units."""
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        first, second = (OfTorch(transport, dense_steps=3, **RULE) for _ in range(2))
-        its, ours = (each.it.residuals_apart() if apart else each.it for each in (first, second))
-        for step in range(6):
-            if step in (3, 5):
-                ours.load_state_dict(saved_and_read(its.state_dict()))
-                for name, p in first.named.items():
-                    second.named[name].data.copy_(p.detach())
-            for each in (first, second):
-                each.step(gradients(step + (each is second and step < 3), transport.rank))
-        assert bits(first) == bits(second)
-
-    run(2, program)
-
-
-@pytest.mark.parametrize("P", [1, 2])
-def test_bfloat16_weights_train_as_with_float32_copies(P: int) -> None:
-    """On several ranks. A single rank rounds weights in each step."""
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        mine = Parts(transport, torch.bfloat16)
-        mine.steps(12)
-        for p, copied in zip(mine.named.values(), mine.copies, strict=True):
-            differ = (p.detach() != copied.detach().bfloat16()).sum()
-            assert differ <= p.numel() // 1000 if P > 1 else p.numel() < 1000 or differ > 100
-
-    run(P, program)
-
-
-def test_parts_after_ranks_have_joined() -> None:
-    old = run(2, lambda transport: Parts(transport))
-
-    def begin(transport: simulated.SimulatedTransport) -> Any:
-        old[transport.rank] = mine = Parts(transport)
-        mine.steps(3)
-        return mine.it.consolidate_state_dict(), [p.detach().clone() for p in mine.named.values()]
-
-    whole, its = run(2, begin)[0]
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        joins = transport.rank == 2
-        mine = Parts(transport) if joins else old[transport.rank]
-        mine.transport, mine.count = transport, 3
-        mine.it.rebuild(transport, joining=joins)
-        for p, w in zip(mine.named.values(), its, strict=True):
-            p.data.copy_(w)
-        assert len(mine.states[1]["exp_avg"]) < 3000
-        again = mine.it.consolidate_state_dict(to=2)
-        for i, entry in again["state"].items() if again else ():
-            assert all(torch.equal(value, whole["state"][i][key]) for key, value in entry.items())
-        for i, p in enumerate(mine.copies):
-            p.data.copy_(its[i])
-        mine.dense = torch.optim.AdamW(mine.copies, 0.01, foreach=False)
-        mine.dense.load_state_dict(copy.deepcopy(whole))
-        mine.steps(3)
-        mine.check()
-
-    run(3, program)
-
-
-@pytest.mark.parametrize("fails", [0, 1])
-def test_ranks_go_on_if_the_first_moments_failed_on_a_rank(fails: int) -> None:
-    """The first rank decides for all ranks whether moments have begun."""
-
-    def program(transport: simulated.SimulatedTransport) -> list[Any]:
-        mine = Parts(transport)
-        exchange = mine.it._exchange
-        mine.steps(1)
-        if transport.rank == fails:  # as if the call had failed on this rank
-            mine.it.state.clear()
-            exchange._adopted.clear()
-            exchange.adamw.adopt({}, {})
-            for bucket in mine.it.reducer.buckets:
-                bucket.exponents[:], bucket.residual[:] = 0, 0
-        mine.it.rebuild(transport)
-        mine.steps(3)
-        return [p.detach().numpy().copy() for p in mine.named.values()]
-
-    first, second = run(2, program)
-    for x, y in zip(first, second, strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 def test_settings_change_before_a_backward_pass_that_exchanges() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine, other = (OfTorchWithOverlap(transport, **RULE) for _ in range(2))
@@ -559,22 +414,6 @@ def test_a_state_that_cannot_be_used_is_refused(key: str, value: Any, why: str, 
         assert bits(mine) == before
 
     run(1, program)
-
-
-def test_settings_that_a_program_changes_between_steps() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        moved, changed = (OfTorch(transport, weight_decay={"matrix": 0.5}, lr=0.01, density=0.2) for _ in range(2))
-        for step in range(6):
-            if step == 3:  # the same change in two ways
-                first, second = moved.it.param_groups[:2]
-                first["params"], second["params"] = second["params"], first["params"]
-                first, second = changed.it.param_groups[:2]
-                first["weight_decay"], second["weight_decay"] = second["weight_decay"], first["weight_decay"]
-            for mine in (moved, changed):
-                mine.step(gradients(step, transport.rank))
-        assert bits(moved) == bits(changed)
-
-    run(2, program)
 
 
 def test_wrong_settings_after_the_first_step() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import warnings
 import weakref
 from collections import Counter
@@ -95,19 +94,6 @@ def the_hook_writes_each_mean_once_and_moves_nothing_else() -> None:
         if sparse:
             assert written.nbytes == 4 * 200 * 200 * 4
     assert sum((moved[True] - moved[False]).values()) < 1000
-
-
-@case
-def a_pickled_state_that_has_made_no_step() -> None:
-    model = Chosen()
-    state = pickle.loads(pickle.dumps(SparseState(model.named_parameters(), algorithm="split", **EXACT)))
-    again = pickle.loads(pickle.dumps(state))
-    for unbound in (state, again):
-        for use in (SparseState.state_dict, lambda s: s.load_state_dict({}), lambda s: s.reducer):
-            with pytest.raises(sc.InvalidInputError, match=r"bind\(model.named_parameters"):
-                use(unbound)
-    again.bind(model.named_parameters())
-    assert again.reducer.density == EXACT["density"]
 
 
 @case

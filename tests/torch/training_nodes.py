@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import sparsecomm as sc
 from sparsecomm.calls.nodes import find_nodes
-from sparsecomm.torch import DiLoCo, SparseAdamW
+from sparsecomm.torch import SparseAdamW
 from sparsecomm.transport import transport_of
 from sparsecomm.transport.process_group.collectives import GroupCollectives
 from sparsecomm.transport.process_group.transport import ProcessGroupTransport
@@ -69,18 +69,6 @@ def adamw_trains_alike_on_all_ranks() -> None:
         assert np.array_equal(same_everywhere(model), same_everywhere(again))
         for each in (optimizer, resumed):
             each.remove()
-
-
-@case
-def workers_of_diloco_may_be_nodes() -> None:
-    model = Chosen()
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    with DiLoCo(model, inner, sync_every=2, nodes=NODE):
-        for step in range(4):
-            inner.zero_grad()
-            model(gradients(step, RANK // M)).backward()  # as after a dense sum inside the node
-            inner.step()
-        same_everywhere(model)
 
 
 @case

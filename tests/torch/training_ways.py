@@ -242,54 +242,21 @@ def every_optimizer_hears_of_an_infinity() -> None:
         assert np.array_equal(sum(k["a"] for k in kept), sum(g["a"].reshape(-1).numpy() for g in by_rank))
 
 
-@case
+@case_of_several
 def weights_that_move_between_two_passes() -> None:
-    """Sharpness-aware minimization, as docs/guides/troubleshooting.md shows it. With the check, the error says so."""
-
-    def two_passes(model: nn.Module, rank: int, step: int, no_sync: Any) -> None:
-        """Leave the gradient at the weights that the first gradient of this rank has moved."""
-        x, weights = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)), [*model.parameters()]
-        model.zero_grad()
-        with no_sync():
-            model(x).square().mean().backward()
-        kept = [p.detach().clone() for p in weights]
-        with torch.no_grad():
-            for p in weights:
-                p.add_(0.1 * p.grad)
-        model.zero_grad()
-        try:
-            model(x).square().mean().backward()
-        finally:
-            with torch.no_grad():
-                for p, before in zip(weights, kept, strict=True):
-                    p.copy_(before)
-
+    """Sharpness-aware minimization, as docs/guides/troubleshooting.md shows it, has other weights on each rank."""
     torch.manual_seed(0)
-    expected, model = nn.Linear(9, 4), nn.Linear(9, 4)
-    model.load_state_dict(expected.state_dict())
+    model, x = nn.Linear(9, 4), torch.full((9,), 1.0 + RANK)
     for every in (0, None):
-        inner, named = sgd(model.parameters()), model.named_parameters()
-        optimizer = DistributedOptimizer(inner, named, 1.0, check_weights_every=every)
-        if every is not None and P > 1:
+        optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), check_weights_every=every)
+        with torch.no_grad():
+            model.weight += RANK
+        if every is None:
+            model(x).sum().backward()
+        else:
             with pytest.raises(sc.WeightMismatchError, match="do not broadcast: pass check_weights_every=None"):
-                two_passes(model, RANK, 0, optimizer.no_sync)
-            optimizer.remove()
-            continue
-        for step in range(3):
-            two_passes(model, RANK, step, optimizer.no_sync)
-            optimizer.step()
-            means = [torch.zeros_like(p) for p in expected.parameters()]
-            for rank in range(P):
-                two_passes(expected, rank, step, nullcontext)
-                for mean, p in zip(means, expected.parameters(), strict=True):
-                    mean += p.grad / P
-            for mean, p in zip(means, expected.parameters(), strict=True):
-                p.grad = mean
-            sgd(expected.parameters()).step()
+                model(x).sum().backward()
         optimizer.remove()
-    sc.check_weights(model.named_parameters())
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
 
 
 @case

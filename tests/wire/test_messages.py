@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparsecomm import CollectiveMismatchError
 from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import HOST
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
-from sparsecomm.wire.header import HEADER, WIRE_NAMES
+from sparsecomm.wire.header import WIRE_NAMES
 
 BACKEND = CpuBackend(1)
 RANK = 3
@@ -132,38 +128,6 @@ def test_the_header_is_as_documented() -> None:
     assert whole[56:64] == b"\x04\x03\x02\x01\0\0\0\0"
     assert CallSignature.unpack(whole) == signature
     assert [CallSignature("split", 2, 1, 4, 9, 3, **{flag: True}).pack()[7] for flag in ("residual", "out")] == [2, 4]
-
-
-huge = st.one_of(st.integers(0, 25), st.integers(0, 2**64 - 1))
-
-
-@settings(max_examples=1000)
-@given(st.data(), st.sampled_from(list(WIRES)), st.booleans(), st.binary(max_size=100), huge, huge, huge)
-def test_damaged_messages_are_refused_or_read_in_bounds(
-    draw: st.DataObject, wire: str, noise: bool, payload: bytes, items: int, expected: int, number: int
-) -> None:
-    """Whole messages with some other bytes, cut off anywhere; and any bytes after a header of the call."""
-    m, format_ = messages(wire=wire), WIRES[wire]
-    if noise:
-        head = draw.draw(st.sampled_from([m.signature, draw.draw(st.binary(min_size=64, max_size=64))]))
-        head = HEADER.pack(head, number if number % 4 == 0 else 7, 3, 2, items, len(payload))
-        message = np.frombuffer(head + payload, np.uint8).copy()
-    else:
-        sent = entries(20, 1000, np.float32, wire)
-        words = draw.draw(st.sampled_from([[1, 300], [1, 300] * 400]))  # compressed, if there are so many
-        message = (m.parcel([sent, sent], words, format_, 2) if items % 2 else m.entries(sent, format_, 2)).copy()
-        for _ in range(draw.draw(st.integers(0, 3))):
-            message[draw.draw(st.integers(0, len(message) - 1))] = draw.draw(st.integers(0, 255))
-    message = message[: draw.draw(st.sampled_from([None, 50, 90, number % (len(message) + 1)]))].copy()
-    reads: list[Callable[[], list[SparseVector]]] = [
-        lambda: [m.read_entries(message, format_, 3, 2)],
-        lambda: m.read_parcel(message, format_, 3, 2, expected % 30 if noise else 2)[0],
-    ]
-    for read in reads:
-        with contextlib.suppress(CollectiveMismatchError):
-            assert all(len(vector.indices) == len(vector.values) for vector in read())
-    with contextlib.suppress(CollectiveMismatchError):
-        assert len(m.read_dense(message, 3, 2, expected)) == expected
 
 
 def test_what_is_not_expected_is_refused_and_named() -> None:

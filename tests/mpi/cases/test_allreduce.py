@@ -79,18 +79,6 @@ def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
 # -- calls in the background ------------------------------------------------------------------------------------------
 
 
-def test_calls_of_both_kinds_keep_the_order_of_the_program(comm: MPI.Intracomm) -> None:
-    in_flight = []
-    for i in range(60):
-        x = np.full(100, i + 1.0, np.float32)
-        if (i * 7 + RANK) % 3:  # which kind it is may differ between ranks
-            in_flight.append((i, sc.isparse_allreduce(x, 2, comm=comm, label=str(i))))
-        else:
-            assert sc.sparse_allreduce(x, 2, comm=comm, label=str(i)).values.tolist() == [(i + 1) * P] * 2
-    for i, handle in in_flight:
-        assert handle.wait(SECONDS).values.tolist() == [(i + 1) * P] * 2
-
-
 @several
 @pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="needs MPI_THREAD_MULTIPLE")
 def test_two_communicators_go_on_independently(comm: MPI.Intracomm) -> None:

@@ -157,22 +157,22 @@ def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert own_address() == address
 
 
-@pytest.mark.parametrize("found", [None, [], ["192.0.2.1"], ["192.0.2.1", "127.0.0.3"]])
-def test_the_address_of_the_host_where_it_has_one_of_its_own(
-    found: list[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def getaddrinfo(*_: object, **__: object) -> list[object]:
-        if found is None:
-            raise OSError("no name")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in found]
-
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    assert own_address() == ("127.0.0.3" if found and "127.0.0.3" in found else "127.0.0.1")
-
-
 def test_a_line_that_comes_after_its_rank_has_gone_does_not_count() -> None:
     store = dist.HashStore()
     store.append("came", "- 0 old \n+ 0 old here\n")
     with pytest.raises(TimeoutError, match="rank 0 has not called"):
         rendezvous(store, 1, 2, 0.05, "new", "here")
+
+
+@pytest.mark.parametrize("addresses", [None, [], ["192.0.2.1"], ["192.0.2.1", "127.0.0.3"]])
+def test_the_address_of_the_host_where_it_has_one_of_its_own(
+    addresses: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(*_: object, **__: object) -> list[object]:
+        if addresses is None:
+            raise OSError("no name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert own_address() == ("127.0.0.3" if addresses and "127.0.0.3" in addresses else "127.0.0.1")
