@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.calls.queue import Handle
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.transport import simulated
 from tests.ranks import run
@@ -105,3 +107,42 @@ def test_a_load_that_meets_another_call_is_undone() -> None:
         assert thing.values == (0, "old", False)
 
     run(3, program)
+
+
+class InterruptError(BaseException):
+    """Like KeyboardInterrupt, but pytest goes on."""
+
+
+WORK: dict[str, Callable[[Any, Path], object]] = {
+    "load_state_dict": lambda reducer, folder: reducer.load_state_dict({**reducer.state_dict(), "step": 5}),
+    "save": lambda reducer, folder: sc.save(folder, 5, {"x": 5}, comm=reducer.transport),
+    "load": lambda reducer, folder: sc.load(folder, {"reducer": reducer}, comm=reducer.transport),
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_an_interrupt_while_ranks_agree_is_raised_after_the_work(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks have agreed, so the work is done on all of them."""
+    wait = Handle.wait
+
+    def interrupted(handle: Handle) -> sc.SparseVector:
+        monkeypatch.setattr(Handle, "wait", wait)
+        raise InterruptError
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"x": np.zeros(3, np.float32)}, comm=transport)
+        if work == "load":
+            reducer.go_to(5)
+            sc.save(tmp_path, 5, {"reducer": reducer}, comm=transport)
+            reducer.go_to(0)
+        monkeypatch.setattr(Handle, "wait", interrupted)
+        with pytest.raises(InterruptError):
+            WORK[work](reducer, tmp_path)
+        if work == "save":
+            assert sc.load(tmp_path, {"x": None}, comm=transport).step == 5
+        else:
+            assert reducer.step == 5
+
+    run(1, program)
