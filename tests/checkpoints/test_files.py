@@ -5,6 +5,7 @@ Random damages on 2 to 4 ranks are an attack: `tests/stress/files.py`.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -275,3 +276,47 @@ def test_stateful_finds_objects_of_any_name(names: tuple[str, ...], tmp_path: Pa
     assert [again[name].step for name in names] == [1, 2]
     with pytest.raises(sc.InvalidInputError, match="has no 'other'"):
         module.Stateful(made[names[0]], tmp_path / "c", name="other").state_dict()
+
+
+def load_one(folder: Path, transport: simulated.SimulatedTransport) -> None:
+    sc.load(folder, {"x": None}, comm=transport)
+
+
+def test_no_file_stays_open(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither after saves and loads, nor after a folder was removed, nor if another job has locked it."""
+    monkeypatch.setattr("sparsecomm.checkpoints.lock._TIMEOUT", 0.0)
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def work(name: str) -> None:
+        save(module, tmp_path / name, 1, 2)
+        for path in (tmp_path / name).glob(f"*{suffix(module)}"):
+            path.write_bytes(path.read_bytes()[:-9])
+        assert all(isinstance(error, sc.InvalidInputError) for error in errors(2, partial(load_one, tmp_path / name)))
+        shutil.rmtree(tmp_path / name)
+
+    work("first")  # also opens what stays open
+    before = descriptors()
+    for number in range(3):
+        work(str(number))
+    assert descriptors() <= before
+    monkeypatch.setattr(lock, "_try_lock", lambda *_: False)
+    (tmp_path / "locked").mkdir()
+    counts = []
+    for _ in range(2):  # the first one finds that other locks are lost
+        with pytest.raises(sc.InvalidInputError, match="another job saves checkpoints"):
+            acquire(tmp_path / "locked", "a job")
+        counts.append(descriptors())
+    assert counts[1] <= counts[0]
+
+
+def test_a_file_system_without_locks_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", unsupported)
+    acquire(tmp_path, "a job")
+    assert "this file system has no locks; a second job that saves there is not noticed" in caplog.text
