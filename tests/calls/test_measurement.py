@@ -122,6 +122,15 @@ def test_a_measurement_takes_one_and_a_half_round_trips(P: int) -> None:
 # -- when it is made --------------------------------------------------------------------------------------------------
 
 
+def test_links_with_round_trips_from_5_ms_are_timed_once() -> None:
+    def program(transport: simulated.SimulatedTransport) -> int:
+        costs_of(transport)
+        return transport.counters.messages_sent
+
+    near, far = (run(2, program, alpha=alpha, nodes=[0, 1]) for alpha in (2.4e-3, 2.6e-3))
+    assert 2 * sum(far) < sum(near)
+
+
 @pytest.mark.parametrize(
     ("options", "setting", "calls"),  # on one node, and on two
     [
