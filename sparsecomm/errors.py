@@ -6,7 +6,8 @@ import builtins
 import difflib
 import logging
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -94,3 +95,12 @@ def pip_install(extra: str) -> str:
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
     return f"pip install 'sparsecomm[{extra}]'"
+
+
+@contextmanager
+def needing(library: str, user: str, extra: str, advice: str = "") -> Iterator[None]:
+    """Import an optional library. The error says which extra installs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{user} needs {library} ({error}): {pip_install(extra)}{advice}") from error

@@ -9,17 +9,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.errors import InvalidInputError, pip_install
+from sparsecomm.errors import InvalidInputError, needing
 
-try:
+with needing("Accelerate", __name__, "accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import OPTIMIZER_NAME
-except ImportError as error:
-    raise ImportError(
-        f"sparsecomm.integrations.accelerate needs Accelerate ({error}): {pip_install('accelerate')}"
-    ) from error
 
-from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach, ddp_of, ddps_in
+from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach, ddp_of, ddps_in, unwrapped
 from sparsecomm.reducer.options import DENSITY, Schedule
 
 
@@ -45,15 +41,15 @@ def register(
             model or an optimizer; or an argument is not supported.
     """
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    plain: list[Any] = [getattr(each, "optimizer", each) for each in optimizers]
+    inner_optimizers: list[Any] = [*map(unwrapped, optimizers)]
     ddp = ddp_of(model)
     if _model_number(accelerator, ddp) is None:
         raise InvalidInputError("model: this accelerator has not prepared it; pass the model that prepare() returned")
-    if any(_optimizer_number(accelerator, each) is None for each in plain):
+    if any(_optimizer_number(accelerator, inner) is None for inner in inner_optimizers):
         raise InvalidInputError(
             "optimizer: this accelerator has not prepared it, and would not save it; pass what prepare() returned"
         )
-    sparse = attach(ddp, plain, density, {"scaler": accelerator.scaler, **options})
+    sparse = attach(ddp, inner_optimizers, density, {"scaler": accelerator.scaler, **options})
     saved: dict[str, str] = {}  # the name of the latest saved folder, and its checkpoint id
 
     def save_residuals(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -72,12 +68,12 @@ def register(
         if (number := _model_number(accelerator, ddp)) is not None:
             saved.clear()
             residuals = Path(folder, FOLDER, f"model_{number}")
-            file = _optimizer_number(accelerator, plain[0]) if plain else None
+            file = _optimizer_number(accelerator, inner_optimizers[0]) if inner_optimizers else None
             ids = {} if file is None else _ids_in(Path(folder, f"{OPTIMIZER_NAME}{f'_{file}' if file else ''}.bin"))
             sparse.load(residuals, ids.get(residuals.name), folder)
 
-    for each in plain:
-        each.register_state_dict_post_hook(add_id)
+    for inner in inner_optimizers:
+        inner.register_state_dict_post_hook(add_id)
     accelerator.register_save_state_pre_hook(save_residuals)
     accelerator.register_load_state_pre_hook(load_residuals)
     return sparse
@@ -89,18 +85,18 @@ def _ids_in(optimizer_file: Path) -> dict[str, Any]:
         state = torch.load(optimizer_file, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors
     except (OSError, RuntimeError, pickle.UnpicklingError):
         return {}  # Accelerate loads the same file, and reports the error
-    found = state.get(KEY) if isinstance(state, dict) else None
-    return found if isinstance(found, dict) else {}
+    ids = state.get(KEY) if isinstance(state, dict) else None
+    return ids if isinstance(ids, dict) else {}
 
 
 # Accelerate saves models and optimizers by position, which no public method returns.
 
 
 def _model_number(accelerator: Accelerator, ddp: DistributedDataParallel) -> int | None:
-    models = enumerate(accelerator._models)  # each before or after DDP wrapped it
-    return next((i for i, model in models if model is ddp.module or any(ddp is each for each in ddps_in(model))), None)
+    models = enumerate(accelerator._models)  # as they were before or after DDP wrapped them
+    return next((i for i, model in models if model is ddp.module or ddp in ddps_in(model)), None)
 
 
 def _optimizer_number(accelerator: Accelerator, optimizer: object) -> int | None:
-    optimizers = enumerate(accelerator._optimizers)
-    return next((i for i, each in optimizers if getattr(each, "optimizer", each) is optimizer), None)
+    optimizers = enumerate(map(unwrapped, accelerator._optimizers))
+    return next((i for i, prepared in optimizers if prepared is optimizer), None)

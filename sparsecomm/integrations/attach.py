@@ -105,12 +105,12 @@ class Attached:
             rank = re.match(r"step\d+-rank(\d+)-", path.name)
             if rank and int(rank[1]) % transport.size == transport.rank:  # also the files of a larger world size
                 files.setdefault(path.parent, []).append(path)
-        newest_first = sorted(files, key=lambda each: max(map(_modified, files[each])), reverse=True)
-        for each in newest_first[keep:]:
-            for path in files[each]:
+        newest_first = sorted(files, key=lambda saved: max(map(_modified, files[saved])), reverse=True)
+        for saved in newest_first[keep:]:
+            for path in files[saved]:
                 path.unlink(missing_ok=True)
             with suppress(OSError):  # other ranks' files are still there
-                each.rmdir()
+                saved.rmdir()
 
 
 def _files(folder: Path, checkpoint: str) -> CheckpointFolder:
@@ -153,16 +153,21 @@ def attach(
     return Attached(ddp, sparse, objects, *(optimizer.reducer for optimizer in sparse))
 
 
+def unwrapped(optimizer: object) -> object:
+    """Return an optimizer without Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def ddp_of(model: object) -> DistributedDataParallel:
     """Return the DDP model in a model that may be compiled, or wrapped by another module. There must be exactly one."""
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
-    found = ddps_in(model)
-    if len(found) == 1:
-        return found[0]
-    if found:
+    ddps = ddps_in(model)
+    if len(ddps) == 1:
+        return ddps[0]
+    if ddps:
         raise InvalidInputError(
-            f"model: {type(model).__name__} contains {len(found)} DistributedDataParallel models; register each of them"
+            f"model: {type(model).__name__} contains {len(ddps)} DistributedDataParallel models; register each of them"
         )
     problem = f"model: {type(model).__name__} is not wrapped in DistributedDataParallel"
     if distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -177,22 +182,23 @@ def ddps_in(model: nn.Module) -> list[DistributedDataParallel]:
     """Return the DDP models in a model."""
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
         model = inner
-    return [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def _check(ddp: DistributedDataParallel, optimizers: list[object], sparse: list[SparseAdamW]) -> None:
     """Check that each gradient is exchanged once."""
-    if wrapped := [each for each in optimizers if isinstance(each, SparseOptimizer) and each not in sparse]:
+    others = [optimizer for optimizer in optimizers if optimizer not in sparse]
+    if wrapped := [optimizer for optimizer in others if isinstance(optimizer, SparseOptimizer)]:
         raise InvalidInputError(
             f"optimizer: {type(wrapped[0]).__name__} is a DistributedOptimizer, and DistributedDataParallel would "
             "overwrite its gradients; pass a plain optimizer, for which a hook exchanges gradients"
         )
     if not sparse:
         return
-    if others := [type(optimizer).__name__ for optimizer in optimizers if optimizer not in sparse]:
+    if others:
         raise InvalidInputError(
-            f"optimizer: {type(sparse[0]).__name__} exchanges gradients itself and {others[0]} does not; use one kind "
-            "for all parameters of a model"
+            f"optimizer: {type(sparse[0]).__name__} exchanges gradients itself and {type(others[0]).__name__} does "
+            "not; use one kind for all parameters of a model"
         )
     exchanged = {id(p) for optimizer in sparse for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in ddp.module.named_parameters():

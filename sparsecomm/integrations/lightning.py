@@ -11,18 +11,14 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.errors import InvalidInputError, log, pip_install
+from sparsecomm.errors import InvalidInputError, log, needing
 
-try:
+with needing("Lightning", __name__, "lightning"):
     import lightning
     from fsspec import AbstractFileSystem
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
     from lightning.pytorch.strategies import DDPStrategy
-except ImportError as error:
-    raise ImportError(
-        f"sparsecomm.integrations.lightning needs Lightning ({error}): {pip_install('lightning')}"
-    ) from error
 
 from sparsecomm.integrations.attach import KEY, Attached, attach
 from sparsecomm.reducer.options import DENSITY, Schedule
@@ -123,9 +119,9 @@ class SparseDDPStrategy(DDPStrategy):
                     Path(residuals).rmdir()
         elif self.is_global_zero:
             files.invalidate_cache()
-            for each in files.ls(residuals, detail=False) if files.isdir(residuals) else []:
-                if _name(each) != keep:
-                    files.rm(each, recursive=True)
+            for path in files.ls(residuals, detail=False) if files.isdir(residuals) else []:
+                if _name(path) != keep:
+                    files.rm(path, recursive=True)
             if keep is None and files.isdir(residuals):
                 files.rm(residuals, recursive=True)
 
@@ -156,23 +152,23 @@ class SparseDDPStrategy(DDPStrategy):
         files.invalidate_cache()
         folders = [residuals]
         if isinstance(saved, str):
-            for each in (residuals, *([os.path.realpath(residuals.removesuffix(".ranks"))] if local else [])):
-                pattern = f"{escape(each.rpartition('/')[0])}/*.ranks/{escape(saved)}"
-                folders += [found.rpartition("/")[0] for found in files.glob(pattern)]
-        found = next((each for each in folders if files.isdir(f"{each}/{saved}")), residuals)
+            for neighbour in (residuals, *([os.path.realpath(residuals.removesuffix(".ranks"))] if local else [])):
+                pattern = f"{escape(neighbour.rpartition('/')[0])}/*.ranks/{escape(saved)}"
+                folders += [path.rpartition("/")[0] for path in files.glob(pattern)]
+        source = next((folder for folder in folders if files.isdir(f"{folder}/{saved}")), residuals)
         if local:
-            yield Path(found)
+            yield Path(source)
             return
         own = re.compile(rf"-rank{self.global_rank}-of{self.world_size}\b")
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as downloads:
             try:
-                paths = files.ls(f"{found}/{saved}", detail=False)
-                Path(folder, str(saved)).mkdir()
+                paths = files.ls(f"{source}/{saved}", detail=False)
+                Path(downloads, str(saved)).mkdir()
                 for path in [path for path in paths if own.search(_name(path))] or paths:
-                    files.get_file(path, str(Path(folder, str(saved), _name(path))))
+                    files.get_file(path, str(Path(downloads, str(saved), _name(path))))
             except Exception as error:  # of any file system's client; then `load` finds no residuals
-                log.warning("%s: %s: %s", found, type(error).__name__, error)
-            yield Path(folder)
+                log.warning("%s: %s: %s", source, type(error).__name__, error)
+            yield Path(downloads)
 
 
 def _residuals_of(checkpoint: Any) -> tuple[AbstractFileSystem, str]:

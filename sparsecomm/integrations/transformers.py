@@ -6,17 +6,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.errors import InvalidInputError, pip_install
+from sparsecomm.errors import InvalidInputError, needing
 
-try:
+with needing("Transformers", __name__, "transformers[torch]"):
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
-except ImportError as error:
-    raise ImportError(
-        f"sparsecomm.integrations.transformers needs Transformers ({error}): {pip_install('transformers[torch]')}"
-    ) from error
 
-from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach
+from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach, unwrapped
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.torch import SparseOptimizer
 
@@ -44,7 +40,7 @@ def register(trainer: Trainer, density: Schedule = DENSITY, **options: Any) -> S
     Raises:
         InvalidInputError: the Trainer was registered already.
     """
-    if any(isinstance(each, SparseCallback) for each in trainer.callback_handler.callbacks):
+    if any(isinstance(callback, SparseCallback) for callback in trainer.callback_handler.callbacks):
         raise InvalidInputError("trainer: it was registered already; register each Trainer once")
     callback = SparseCallback(trainer, density, options)
     trainer.add_callback(callback)
@@ -82,7 +78,7 @@ class SparseCallback(TrainerCallback):
             if trainer.optimizer is None and self.sparse is not None:
                 self.sparse.release()  # the Trainer makes a new optimizer for the same model
             created = create_optimizer(*args, **others)
-            if isinstance(optimizer := self._optimizer(), SparseOptimizer):
+            if isinstance(optimizer := unwrapped(trainer.optimizer), SparseOptimizer):
                 optimizer.residuals_apart()
             return created
 
@@ -92,7 +88,7 @@ class SparseCallback(TrainerCallback):
         """Attach to the model, which DDP has wrapped by now, and load residuals if the Trainer resumes."""
         trainer = self._trainer
         options = {"scaler": getattr(trainer.accelerator, "scaler", None), **self._options}
-        self.sparse = attach(trainer.model_wrapped, [self._optimizer()], self._density, options, self.sparse)
+        self.sparse = attach(trainer.model_wrapped, [unwrapped(trainer.optimizer)], self._density, options, self.sparse)
         if self._resumed is not None:
             saved = f"{state.stateful_callbacks.get(KEY)}-{state.global_step}"
             self.sparse.load(self._resumed / FOLDER, saved if KEY in state.stateful_callbacks else None, self._resumed)
@@ -107,7 +103,3 @@ class SparseCallback(TrainerCallback):
             folder = Path(run_folder, f"checkpoint-{state.global_step}", FOLDER)
             self.sparse.save(folder, f"{self.sparse.run}-{state.global_step}")
             self.sparse.prune(folder, keep=1)
-
-    def _optimizer(self) -> object:
-        """Return the Trainer's optimizer, without Accelerate's wrapper."""
-        return getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)

@@ -37,12 +37,10 @@ other loops, call `sparsecomm.check_weights` on all ranks.
 They differ between ranks: each rank saves and loads its own, for example by `sparsecomm.save`.
 """
 
-try:
-    import jax as _jax  # noqa: F401
-except ImportError as error:
-    from sparsecomm.errors import pip_install
+from sparsecomm.errors import needing as _needing
 
-    raise ImportError(f"sparsecomm.jax needs JAX ({error}): {pip_install('jax')}") from error
+with _needing("JAX", __name__, "jax"):
+    import jax as _jax  # noqa: F401
 
 from sparsecomm.jax.adamw import SparseAdamWState, sparse_adamw
 from sparsecomm.jax.local_steps import LocalSteps

@@ -13,17 +13,17 @@ import numpy as np
 
 from sparsecomm.backends import float_mode_only
 from sparsecomm.backends.adamw import Moments, unit_dtype
-from sparsecomm.errors import InvalidInputError, SparseCommError, pip_install
-from sparsecomm.jax.exchange import call_from_xla
+from sparsecomm.errors import InvalidInputError, SparseCommError, needing
+from sparsecomm.jax.exchange import call
 from sparsecomm.jax.transform import check_parameters
-from sparsecomm.jax.trees import PyTree, checked, init_residuals
+from sparsecomm.jax.trees import PyTree, checked, init_residuals, spec_of
 from sparsecomm.optimizers.adamw import LazyAdamW
 from sparsecomm.optimizers.options import AdamWOptions, AdamWRule, AdamWSettings, settings_of
 from sparsecomm.options import Unpack, with_options
+from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.options import ReducerSettings
 from sparsecomm.signals import deferred, interrupt_in
-from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
-from sparsecomm.tensors.interop import CPU, TensorSpec
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tensors.sparse import Array
 from sparsecomm.transport import Comm, Transport, transport_of
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class SparseAdamWState(NamedTuple):
-    """The state of `sparse_adamw`. The step is the same on all ranks, and units are, too, unless there are nodes.
+    """The state of `sparse_adamw`. All ranks have the same step and, without nodes, the same units.
 
-    Each rank has the moments of a part of the weights. With one rank, they have the shapes of the parameters; with
-    several, each is a flat array of this rank's part of a parameter, which may be empty. With nodes, so are units and
-    residuals. Moments and residuals are float32 (float64 for float64).
+    Each rank has the moments of its part of the weights. With one rank, they have the shapes of the parameters. With
+    several, they are flat arrays, which may be empty, and with nodes, so are units and residuals. Moments and residuals
+    are float32 (float64 for float64).
     """
 
     step: jax.Array  # number of steps so far; int32, of shape ()
@@ -76,17 +76,15 @@ def sparse_adamw(
         learning_rate: a number, or an optax schedule: a function of the step, from 0.
         b1, b2, eps, weight_decay, mask: as in ``optax.adamw``. With ``optax.inject_hyperparams`` pass
             ``static_args=("density", "dense_steps", "bucket_bytes", "on_step", "check_weights_every")``.
-        comm: as in `sparsify`.
+        comm: as in `sparsecomm.sparse_allreduce`.
         options: as in `sparsecomm.SparseAdamW`. With nodes, residuals and units are flat arrays of this rank's part,
             too.
 
     Returns:
         A transformation whose state is `SparseAdamWState`, a pytree. ``update`` raises the errors of `allreduce_tree`.
     """
-    try:
+    with needing("optax", "sparse_adamw", "jax"):
         import optax
-    except ImportError as error:
-        raise ImportError(f"sparse_adamw needs optax ({error}): {pip_install('jax')}") from error
     settings, rule_options = settings_of(sparse_adamw, options)
     if not any(isinstance(number, jax.Array) for number in (learning_rate, b1, b2, eps, weight_decay)):
         rate = 0.0 if callable(learning_rate) else learning_rate
@@ -101,7 +99,7 @@ def sparse_adamw(
         residuals, structure = jax.tree.flatten(init_residuals(params))
         specs, transport = _specs(params), transport_of(comm)
         optimizer = on_host(transport, *specs) if specs else None  # optax.tree.map_params passes no leaves
-        shapes, kept = ([], []) if optimizer is None else (optimizer.shapes, optimizer.kept_shapes)
+        shapes, residual_shapes = ([], []) if optimizer is None else (optimizer.shapes, optimizer.residual_shapes)
         reals = [leaf.dtype for leaf in residuals]
 
         def zeros(dtypes: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> PyTree:
@@ -113,19 +111,19 @@ def sparse_adamw(
             nu=zeros(reals, shapes),
             last=zeros([jnp.int32] * len(reals), shapes),
             compensation=None if transport.size == 1 else zeros(reals, shapes),
-            units=zeros([unit_dtype(real) for real in reals], kept),
-            residuals=zeros(reals, kept),
+            units=zeros([unit_dtype(real) for real in reals], residual_shapes),
+            residuals=zeros(reals, residual_shapes),
             units_lag=jnp.zeros((), bool),
         )
 
     def update(updates: PyTree, state: SparseAdamWState, params: PyTree = None) -> tuple[PyTree, SparseAdamWState]:
         if params is None:
             raise InvalidInputError("sparse_adamw: update got no parameters; call update(gradients, state, params)")
-        whole, kept = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, state.residuals))
-        are_parts = kept != whole and all(len(shape) == 1 for shape in kept)  # then `optimizer.check` compares shapes
-        shaped = None if are_parts else state.residuals
-        grads, *_ = checked(updates, shaped, "grads", "residuals", comm=comm)
-        weights, *_ = checked(params, shaped, "params", "residuals", comm=comm)
+        shapes, old_shapes = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, state.residuals))
+        are_parts = old_shapes != shapes and all(len(shape) == 1 for shape in old_shapes)
+        residuals = None if are_parts else state.residuals  # `optimizer.check` compares the shapes of parts
+        grads, *_ = checked(updates, residuals, "grads", "residuals", comm=comm)
+        weights, *_ = checked(params, residuals, "params", "residuals", comm=comm)
         specs = _specs(params)
         optimizer = on_host(transport_of(comm), *specs)
         optimizer.check(state)
@@ -134,42 +132,31 @@ def sparse_adamw(
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         numbers = rate, b1, b2, eps, weight_decay
         fixed = [None if isinstance(number, jax.Array) else float(number) for number in numbers]
-        on = (mask(params) if callable(mask) else mask) or jax.tree.map(lambda _: True, params)
-        decays = jax.tree.leaves(jax.tree.map(lambda _, on: bool(on), params, on))
+        masked = (mask(params) if callable(mask) else mask) or jax.tree.map(lambda _: True, params)
+        decays = jax.tree.leaves(jax.tree.map(lambda _, decays: bool(decays), params, masked))
         traced = [number for number in numbers if isinstance(number, jax.Array)]
         operands, structure = jax.tree.flatten([traced, grads, weights, [jax.tree.leaves(tree) for tree in state]])
 
         def host(*operands: Any) -> list[Array]:
             traced, grads, weights, old = jax.tree.unflatten(structure, operands)
-            rest = iter(traced)  # 0.1, and not the float32 nearest to it
-            rate, first, second, tiny, decay = (float(str(np.asarray(next(rest)))) if n is None else n for n in fixed)
-            rules = [
-                AdamWRule(lr=rate, betas=(first, second), eps=tiny, weight_decay=decay * on, **rule_options)
-                for on in decays
-            ]
+            values = iter(traced)
+            # By its text, a float32 of 0.1 becomes 0.1, and not the float64 next to the float32.
+            rate, *betas, epsilon, decay = (float(str(np.asarray(next(values)))) if n is None else n for n in fixed)
+            shared = {"lr": rate, "betas": betas, "eps": epsilon, **rule_options}
+            rules = [AdamWRule(**shared, weight_decay=decay * on) for on in decays]
             optimizer = on_host(transport_of(comm), *specs)
             return jax.tree.leaves(optimizer.step(grads, weights, SparseAdamWState(*old), rules))
 
-        like = operands[len(traced) + len(grads) :]
-        if any(isinstance(each, jax.core.Tracer) for each in operands):
-            results = call_from_xla(host, like, *operands)
-        else:
-            jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
-            results = jax.device_put(host(*operands), next(iter(weights[0].devices())))
-        left = iter(results)
-        changes, *new = (jax.tree.map(lambda _: next(left), tree) for tree in (params, *state))
+        remaining = iter(call(host, operands[len(traced) + len(grads) :], *operands))
+        changes, *new = (jax.tree.map(lambda _: next(remaining), tree) for tree in (params, *state))
         return changes, SparseAdamWState(*new)
 
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 
 
 def _specs(params: PyTree) -> list[TensorSpec]:
-    return [
-        TensorSpec(
-            "params" + jax.tree_util.keystr(path), leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU
-        )
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-    ]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [spec_of(leaf, "params" + jax.tree_util.keystr(path)) for path, leaf in leaves]
 
 
 @deferred
@@ -177,7 +164,8 @@ class _OnHost:
     """The optimizer of a tree of parameters, in host memory. Between steps it keeps memory and plans, but no state."""
 
     def __init__(self, specs: dict[str, TensorSpec], settings: AdamWSettings, comm: Comm) -> None:
-        self._reducer = settings.reducer(dict(reversed(specs.items())), comm)  # a bucket has them in reverse order
+        in_reverse = dict(reversed(specs.items()))  # as buckets are filled
+        self._reducer = Reducer(in_reverse, comm=comm, **settings.reducer_options)
         self._names, self._adamw = list(specs), LazyAdamW(specs, self._reducer, None)
         self._inputs: list[Any] = []  # the state from which an interrupted step began
         self._weights: dict[str, Array] = {}
@@ -196,18 +184,19 @@ class _OnHost:
         return any(bucket.nodes is not None for bucket in self._reducer.buckets)
 
     @property
-    def kept_shapes(self) -> list[tuple[int, ...]]:
+    def residual_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of this rank's residuals and units."""
         return [self._reducer.residual(name).shape for name in self._names]
 
     def check(self, state: SparseAdamWState) -> None:
         """Check that a state has this rank's part of the moments, and of the residuals and units."""
-        for name, expected in {"mu": self.shapes, "residuals": self.kept_shapes, "units": self.kept_shapes}.items():
-            found = [leaf.shape for leaf in jax.tree.leaves(getattr(state, name))]
-            if found != expected:
+        of_parts = {"mu": self.shapes, "residuals": self.residual_shapes, "units": self.residual_shapes}
+        for name, expected in of_parts.items():
+            shapes = [leaf.shape for leaf in jax.tree.leaves(getattr(state, name))]
+            if shapes != expected:
                 transport = self._reducer.transport
                 raise InvalidInputError(
-                    f"state: {name} has leaves of shapes {found}; expected {expected}, the part of rank "
+                    f"state: {name} has leaves of shapes {shapes}; expected {expected}, the part of rank "
                     f"{transport.rank} of {transport.size}; pass the state that init or update returned on this rank, "
                     "with the same world size and nodes"
                 )
@@ -228,8 +217,8 @@ class _OnHost:
             self._load(params, state)
         self._inputs = inputs
         try:
-            given = dict(zip(names, map(np.asarray, grads), strict=True))
-            done = adamw.exchange(given, self._weights, {}, dict(zip(names, rules, strict=True)))
+            gradients = dict(zip(names, map(np.asarray, grads), strict=True))
+            done = adamw.exchange(gradients, self._weights, {}, dict(zip(names, rules, strict=True)))
             if not adamw.missing:
                 adamw.update(self._weights, done)
         except BaseException as error:
@@ -239,31 +228,31 @@ class _OnHost:
         self._inputs, moments = [], adamw.moments or self._moments
         changes = [self._change(np.asarray(p), name, moments[name]) for p, name in zip(params, names, strict=True)]
         new = [
+            [np.asarray(state.step[0] + done.usable, np.int32)],
             *([array for array in field if array is not None] for field in zip(*map(moments.get, names), strict=True)),
             [reducer.exponents(name).copy() for name in names],
             [reducer.residual(name).copy() for name in names],
             [np.asarray(any(bucket.units_lag for bucket in reducer.buckets))],
         ]
-        shaped = [
-            [array.reshape(leaf.shape) for array, leaf in zip(*trees, strict=True)]
-            for trees in zip(new, state[1:], strict=True)
-        ]
         adamw.adopt({}, {})
-        return changes, [[np.asarray(state.step[0] + done.usable, np.int32)], *shaped]
+        trees = zip(new, state, strict=True)
+        return changes, [[a.reshape(leaf.shape) for a, leaf in zip(*pair, strict=True)] for pair in trees]
 
     def _load(self, params: list[Any], state: SparseAdamWState) -> None:
         names, adamw, reducer, step = self._names, self._adamw, self._reducer, int(state.step[0])
         reducer.go_to(step)
-        trees = [[np.array(leaf) for leaf in tree] for tree in state[1:]]
-        for name, exponents, residual in zip(names, *trees[4:6], strict=True):
+        trees: Any = [[np.array(leaf) for leaf in tree] for tree in state]
+        old = SparseAdamWState(*trees)
+        for name, exponents, residual in zip(names, old.units, old.residuals, strict=True):
             reducer.exponents(name)[:] = exponents.reshape(-1)
             reducer.residual(name)[...] = residual
         self._weights = {name: np.array(p) for name, p in zip(names, params, strict=True)}
-        flat: list[list[Any]] = [[leaf.reshape(-1) for leaf in tree] or [None] * len(names) for tree in trees[:4]]
-        self._moments = {name: Moments(*its) for name, *its in zip(names, *flat, strict=True)}
+        fields = old.mu, old.nu, old.last, old.compensation  # the last one is empty with one rank
+        flat: list[list[Any]] = [[leaf.reshape(-1) for leaf in tree] or [None] * len(names) for tree in fields]
+        self._moments = {name: Moments(*arrays) for name, *arrays in zip(names, *flat, strict=True)}
         for bucket in reducer.buckets:
-            bucket.units_lag, bucket.unsummed = bool(trees[6][0]), []  # the caller passes gradients again
-        begun = any(exponents.any() for exponents in trees[4])
+            bucket.units_lag, bucket.unsummed = bool(old.units_lag[0]), []  # the caller passes gradients again
+        begun = any(exponents.any() for exponents in old.units)
         adamw.adopt(self._moments if begun else {}, dict.fromkeys(names, step))
 
     def _change(self, p: Array, name: str, moments: Moments) -> Array:
@@ -272,6 +261,6 @@ class _OnHost:
         np.subtract(new, p, out=change, where=new != p)
         if moments.compensation is not None:
             own, real = slice(*self._adamw.part(name)), moments.compensation.dtype
-            exact, found = (array.reshape(-1)[own].astype(real) for array in (new, p + change))
-            moments.compensation[:] += np.where(exact == found, 0, exact - found)
+            exact, rounded = (array.reshape(-1)[own].astype(real) for array in (new, p + change))
+            moments.compensation[:] += np.where(exact == rounded, 0, exact - rounded)
         return change

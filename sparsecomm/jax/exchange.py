@@ -1,4 +1,4 @@
-"""`TreeExchange`, which makes the calls for a tree, eagerly or under jit, and `call_from_xla`, a callback for XLA."""
+"""`TreeExchange`, which makes the calls for a tree, and `call`, which calls a function eagerly or under jit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ALIGNMENT = 64  # bytes; JAX uses aligned host memory without a copy
 
 
 def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the type of sums and residuals of gradients of a type."""
+    """Return the type of sums and residuals for gradients of a type."""
     return np.dtype(np.float64 if np.dtype(dtype).itemsize == 8 else np.float32)
 
 
@@ -64,28 +64,16 @@ class TreeExchange:
         self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the results and the new residuals. All arguments may be traced."""
-        if any(isinstance(a, jax.core.Tracer) for a in (step, *leaves, *residuals)):
-            return self._stage(leaves, residuals, step)
-        jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
-        (device,) = {d for a in (*leaves, *residuals) for d in a.devices()}
-        if device.platform in ("gpu", "cuda"):
+        arrays, count = leaves + residuals, len(leaves)
+        if not _is_traced(step, *arrays) and _device_of(arrays).platform in ("gpu", "cuda"):
+            jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
             return self.on_device(int(step), leaves, residuals)
-        results, kept = self.on_host(int(step), leaves, residuals)
-        return jax.device_put(results, device), jax.device_put(kept, device)
-
-    def _stage(
-        self, leaves: list[jax.Array], residuals: list[jax.Array], step: Any
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Let XLA call `on_host`."""
-        with suppress(ImportError, RuntimeError):  # without MPI, the call itself raises
-            import mpi4py.MPI  # noqa: F401  # initializes MPI on this thread, which also finalizes it
-        count = len(leaves)
 
         def host(step: Array, *arrays: Array) -> list[Array]:
-            results, kept = self.on_host(int(step), arrays[:count], arrays[count:])
-            return results + kept
+            results, new_residuals = self.on_host(int(step), arrays[:count], arrays[count:])
+            return results + new_residuals
 
-        outputs = call_from_xla(host, leaves + residuals, jnp.asarray(step), *leaves, *residuals)
+        outputs = call(host, arrays, step, *arrays)
         return outputs[:count], outputs[count:]
 
     @float_mode_only  # XLA's threads flush denormals
@@ -97,9 +85,9 @@ class TreeExchange:
         They have the shapes and types of the arguments. This function must not compute with JAX, which could wait for
         the thread of XLA that runs it.
         """
-        k = self._k_at(step)
+        k = density_at(self.k, step) if callable(self.k) else self.k
         xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views
-        results, kept = [np.empty(0)] * len(xs), [np.empty(0)] * len(olds)
+        results, new_residuals = [np.empty(0)] * len(xs), [np.empty(0)] * len(olds)
         for bucket in self.buckets:
             parts = [xs[i] for i in bucket.leaves]
             x = parts[0].reshape(-1) if len(parts) == 1 else _concatenated(parts, bucket.dtype)
@@ -110,8 +98,8 @@ class TreeExchange:
             self._sum(bucket, k, x, residual, step, out)
             _split(bucket, out, xs, results)
             if residual is not None:
-                _split(bucket, residual, olds, kept)
-        return results, kept
+                _split(bucket, residual, olds, new_residuals)
+        return results, new_residuals
 
     def on_device(
         self, step: int, leaves: list[jax.Array], residuals: list[jax.Array], arrays: str = "cupy"
@@ -124,8 +112,8 @@ class TreeExchange:
                 f"arrays on a GPU need CuPy ({error}): {pip_install('cuda13x')} (or [cuda12x], to match the driver), "
                 "or move them to the host first"
             ) from error
-        k = self._k_at(step)
-        results, kept = list(leaves), list(residuals)
+        k = density_at(self.k, step) if callable(self.k) else self.k
+        results, new_residuals = list(leaves), list(residuals)
         for bucket in self.buckets:
             x = jnp.concatenate([leaves[i].reshape(-1).astype(bucket.dtype) for i in bucket.leaves])
             residual = None
@@ -135,11 +123,8 @@ class TreeExchange:
             total = self._sum(bucket, k, x, residual, step).to_dense()
             _split(bucket, jnp.from_dlpack(total), leaves, results)
             if residual is not None:
-                _split(bucket, jnp.from_dlpack(residual), residuals, kept)
-        return results, kept
-
-    def _k_at(self, step: int) -> int | float:
-        return density_at(self.k, step) if callable(self.k) else self.k
+                _split(bucket, jnp.from_dlpack(residual), residuals, new_residuals)
+        return results, new_residuals
 
     def _sum(
         self,
@@ -199,27 +184,47 @@ _exchange_p: Any = Primitive("sparsecomm_exchange")
 _exchange_p.multiple_results = True
 
 
-def call_from_xla(host: Host, like: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
+def call(host: Host, like: Sequence[jax.Array], *operands: Any) -> list[jax.Array]:
+    """Call ``host(*operands)``, now or when XLA has the operands, and return its results.
+
+    ``host`` returns NumPy arrays of the shapes and types of ``like``.
+    """
+    if _is_traced(*operands):
+        return _call_from_xla(host, like, *operands)
+    jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
+    results: list[jax.Array] = jax.device_put(host(*operands), _device_of(like) if like else None)
+    return results
+
+
+def _is_traced(*values: object) -> bool:
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def _device_of(arrays: Sequence[jax.Array]) -> Any:
+    return next(iter(arrays[0].devices()))
+
+
+def _call_from_xla(host: Host, like: Sequence[jax.Array], *operands: Any) -> list[jax.Array]:
     """Call ``host(*operands)`` when XLA has the operands, and return its results.
 
     Unlike `jax.experimental.io_callback`, it does not hang on one core: io_callback runs on a thread of XLA's pool and
     waits for copies of operands that are not aligned to 64 bytes, which another thread of the pool must make.
 
-    ``host`` takes NumPy arrays in XLA's memory, which it must neither write nor keep. It returns NumPy arrays of the
-    shapes and types of ``like``.
+    ``host`` takes NumPy arrays in XLA's memory, which it must neither write nor keep.
     """
+    with suppress(ImportError, RuntimeError):  # without MPI, the call itself raises
+        import mpi4py.MPI  # noqa: F401  # initializes MPI on this thread, which also finalizes it
     avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
-    results: list[jax.Array] = _exchange_p.bind(*operands, host=host, avals=avals)
+    results: list[jax.Array] = _exchange_p.bind(*map(jnp.asarray, operands), host=host, avals=avals)
     return results
 
 
 def call_if(condition: bool | jax.Array, host: Host, *operands: jax.Array) -> None:
     """Call ``host(*operands)``, which returns no arrays, if ``condition`` is true: now, or when XLA knows it."""
-    if any(isinstance(each, jax.core.Tracer) for each in (condition, *operands)):
-        jax.lax.cond(condition, lambda arrays: call_from_xla(host, [], *arrays), lambda _: [], operands)
+    if _is_traced(condition, *operands):
+        jax.lax.cond(condition, lambda arrays: _call_from_xla(host, [], *arrays), lambda _: [], operands)
     elif condition:
-        jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
-        host(*operands)
+        call(host, [], *operands)
 
 
 def _abstract(*operands: object, host: Host, avals: Avals) -> tuple[list[jax.core.ShapedArray], set[object]]:

@@ -39,7 +39,6 @@ class LocalSteps(Adapter):
 
     Args:
         params: a pytree of arrays, each on one device: float16, bfloat16, float32 or float64, the same on all ranks.
-        density, comm: as in `sparsecomm.LocalSteps`.
         fragments: the number of fragments; or a list of each fragment's leaves, named by `jax.tree_util.keystr`.
         outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, applied to
             one leaf at a time; a `sparsecomm.OuterOptimizer`; or ``None``: global = global - mean.
@@ -96,12 +95,12 @@ class _Leaves(ImmutableParameters):
 
     def of(self, params: PyTree) -> _Leaves:
         """Take the leaves of a tree, and return this object."""
-        found, structure = jax.tree_util.tree_flatten_with_path(params)
+        by_path, structure = jax.tree_util.tree_flatten_with_path(params)
         if structure != self._structure:
             raise InvalidInputError(
                 f"params: got a tree of structure {structure}; expected {self._structure}, as in the constructor"
             )
-        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
+        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in by_path}
         for name, leaf in leaves.items():
             if isinstance(leaf, jax.core.Tracer):
                 raise InvalidInputError(f"params{name}: got a traced array; call LocalSteps outside of jax.jit")
@@ -164,10 +163,8 @@ class _OptaxOuter:
             if name not in specs:
                 raise InvalidInputError(f"outer state: it has leaves of {name!r}, which is not a parameter")
             like = jnp.zeros(specs[name].size, specs[name].accumulator.accumulator)
-            expected, got = (
-                [f"{np.asarray(leaf).dtype} {np.shape(leaf)}" for leaf in each]
-                for each in (jax.tree.leaves(self._transformation.init(like)), leaves)
-            )
+            states = jax.tree.leaves(self._transformation.init(like)), leaves
+            expected, got = ([f"{np.asarray(leaf).dtype} {np.shape(leaf)}" for leaf in state] for state in states)
             if got != expected:
                 raise InvalidInputError(f"outer state: {name!r} has leaves {got}; expected {expected}")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm.checks import check_choice
-from sparsecomm.errors import InvalidInputError, log, pip_install
+from sparsecomm.errors import InvalidInputError, log, needing
 from sparsecomm.jax.exchange import Density, call_if
 from sparsecomm.jax.trees import PyTree, TreeOptions, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.options import Unpack, check_options, with_options
@@ -61,9 +61,8 @@ def sparsify(
         density: a number in (0, 1], or a function of the step (an int, from 0), such as `sparsecomm.Warmup` or an optax
             schedule. It is called on the host, also under jit, and must return the same on all ranks. At 1.0 sums are
             dense and exact, whatever ``algorithm`` and ``wire`` are.
-        dense_steps: number of steps at the beginning with density 1.0, instead of the dense steps of a `Warmup`. A
-            function is called with 0 in the first step after these. ``None``: as ``density`` says.
-        scope, chunk, dense_below, comm: as in `allreduce_tree`.
+        scope: as in `allreduce_tree`.
+        comm: as in `sparsecomm.sparse_allreduce`.
         algorithm, op, wire: as in `sparsecomm.Reducer`: "auto" is "double" with values of 2 bits. ``op`` is "mean" by
             default.
         check_weights_every: compare the parameters passed to ``update`` between ranks in step 0 and in every step that
@@ -72,10 +71,8 @@ def sparsify(
     Returns:
         A transformation whose state is `SparsifyState`, a pytree. ``update`` raises the errors of `allreduce_tree`.
     """
-    try:
+    with needing("optax", "sparsify", "jax", "; allreduce_tree does not"):
         import optax
-    except ImportError as error:
-        raise ImportError(f"sparsify needs optax ({error}): {pip_install('jax')}; allreduce_tree does not") from error
     check_options(sparsify, options)
     check_choice("scope", scope, get_args(TreeScope))
     settings = ReducerSettings(density=density, scope=scope, **options)
@@ -102,8 +99,8 @@ def sparsify(
         means, new = tree_step(sent, old, settings, step, comm=comm, training=True)
 
         def after_skip(g: jax.Array, old: jax.Array, mean: jax.Array) -> jax.Array:
-            kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
-            return jnp.where(jnp.isinf(mean), 0, kept)  # an infinite sum has overflowed
+            unsent = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
+            return jnp.where(jnp.isinf(mean), 0, unsent)  # an infinite sum has overflowed
 
         usable = all_finite(means)  # the same on all ranks
         _warn_unless(usable, updates, comm)

@@ -50,8 +50,8 @@ def sparse_allreduce(
     leaves, residuals, names = checked(x, residual, "x", "residual", tree=False, comm=comm)
     settings = ReducerSettings(scope="tensor", dense_below=0, **{"op": "sum", **options})  # type: ignore[arg-type]
     exchange = _plan(leaves, names, k, settings, comm=comm)
-    results, kept = exchange.run(leaves, residuals, 0)
-    return results[0] if residual is None else (results[0], kept[0])
+    results, new_residuals = exchange.run(leaves, residuals, 0)
+    return results[0] if residual is None else (results[0], new_residuals[0])
 
 
 class TreeOptions(SumOptions, total=False):
@@ -83,9 +83,6 @@ def allreduce_tree(
         scope: the elements among which entries are selected. "model": all leaves, in one call. "tensor": each leaf, in
             a call for each. "chunk": every ``chunk`` elements of each leaf, in a call for each leaf. float64 leaves
             have a separate call.
-        chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a leaf may be shorter. From each,
-            ``density * chunk`` entries are selected, at least one.
-        dense_below: leaves with fewer elements are summed densely, in one call.
         comm, algorithm, op, wire: as in `sparse_allreduce`, but ``op`` is "mean" by default.
 
     Returns:
@@ -94,8 +91,8 @@ def allreduce_tree(
     check_options(allreduce_tree, options)
     check_choice("scope", scope, get_args(TreeScope))
     settings = ReducerSettings(density=density_at(density), scope=scope, **options)
-    result, kept = tree_step(grads, residuals, settings, 0, comm=comm)
-    return result if residuals is None else (result, kept)
+    result, new_residuals = tree_step(grads, residuals, settings, 0, comm=comm)
+    return result if residuals is None else (result, new_residuals)
 
 
 def init_residuals(tree: PyTree) -> PyTree:
@@ -122,12 +119,12 @@ def tree_step(
     training: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` may be traced."""
-    leaves, kept, names = checked(grads, residuals, "grads", "residuals", comm=comm)
+    leaves, old, names = checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, names, settings.density, settings, comm=comm, training=training)
-    results, kept = exchange.run(leaves, kept, step)
+    results, new_residuals = exchange.run(leaves, old, step)
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
-    return tree, None if residuals is None else jax.tree.unflatten(structure, kept)
+    return tree, None if residuals is None else jax.tree.unflatten(structure, new_residuals)
 
 
 @arguments.naming_rank
@@ -139,20 +136,20 @@ def checked(
     ``name`` and ``residuals_name`` are for errors.
     """
     is_leaf = None if tree else lambda _: True
-    found = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)[0]
-    structure: object = jax.tree.structure(grads, is_leaf=is_leaf)
-    if not found:
+    structure: Any
+    by_path, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)
+    if not by_path:
         raise InvalidInputError(f"{name}: got a tree without leaves; expected at least one array")
-    names = [name + jax.tree_util.keystr(path) for path, _ in found]
-    leaves = [_array(leaf, own) for own, (_, leaf) in zip(names, found, strict=True)]
-    kept: list[jax.Array] = []
+    names = [name + jax.tree_util.keystr(path) for path, _ in by_path]
+    leaves = [_array(leaf, own) for own, (_, leaf) in zip(names, by_path, strict=True)]
+    checked_residuals: list[jax.Array] = []
     if residuals is not None:
         if jax.tree.structure(residuals, is_leaf=is_leaf) != structure:
             raise InvalidInputError(
                 f"{residuals_name}: got a tree of structure {jax.tree.structure(residuals)}; expected {structure}, as "
                 f"in {name}; begin with init_residuals({name})"
             )
-        for (path, _), leaf, residual in zip(found, leaves, jax.tree.leaves(residuals, is_leaf=is_leaf), strict=True):
+        for (path, _), leaf, residual in zip(by_path, leaves, jax.tree.leaves(residuals, is_leaf=is_leaf), strict=True):
             place, expected = jax.tree_util.keystr(path), accumulator_dtype(leaf.dtype)
             r = _array(residual, residuals_name + place)
             if r.shape != leaf.shape or r.dtype != expected:
@@ -161,16 +158,21 @@ def checked(
                     f"{leaf.shape}, since {name}{place} is {leaf.dtype} of shape {leaf.shape}; begin with "
                     "init_residuals"
                 )
-            kept.append(r)
+            checked_residuals.append(r)
     mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
     if axes := getattr(mesh, "manual_axes", ()):
         raise InvalidInputError(
             f"{name}: traced under shard_map or pmap, over {', '.join(map(str, axes))}; {ONE_DEVICE}"
         )
-    devices = {d for a in leaves + kept if not isinstance(a, jax.core.Tracer) for d in a.devices()}
+    devices = {d for a in leaves + checked_residuals if not isinstance(a, jax.core.Tracer) for d in a.devices()}
     if len(devices) > 1:
         raise InvalidInputError(f"{name}: got arrays on {len(devices)} devices; {ONE_DEVICE}")
-    return leaves, kept, names
+    return leaves, checked_residuals, names
+
+
+def spec_of(leaf: jax.Array, name: str = "") -> TensorSpec:
+    """Return the spec of a leaf's sum in host memory."""
+    return TensorSpec(name, leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU)
 
 
 def _array(leaf: Any, name: str) -> jax.Array:
@@ -207,7 +209,7 @@ def _plan(
         )
     shared = {**settings.common, **dict(described(k) if training else [])}
     shared |= {"scope": settings.scope, "chunk": settings.chunk, "dense_below": settings.dense_below}
-    specs = [TensorSpec("", leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU) for leaf in leaves]
+    specs = [*map(spec_of, leaves)]
     buckets = []
     scope = "tensor" if settings.scope == "chunk" else settings.scope
     for members, dense in layout(specs, scope, settings.dense_below):

@@ -141,24 +141,23 @@ class GlobalParameters:
                     if local.device is interop.CPU and differ[name]:
                         break
                     begin, count = begin + count, min(8 * count, _LARGEST_BLOCK)
-        read = self._read(differ)
-        found = {name for name in names if read.get(name, True)}
-        for name in found & self.mixed.keys():
-            with self.on_stream(name, parameters[name]) as local:
-                if self.mixed[name] == digest([self._backends[local.device].memory_of(local)]):
-                    found.discard(name)
-        return found
+        differs = self._read(differ)
+        trained = {name for name in names if differs.get(name, True)}
+        for name in trained & self.mixed.keys():
+            if self.mixed[name] == self._checksum_of(name, parameters[name]):
+                trained.discard(name)
+        return trained
 
     def _read(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of 0-dimensional arrays by name. The host waits once for each GPU."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for device, timeline in self._timelines.items():
             of_device = {n: scalar.reshape(1) for n, scalar in scalars.items() if self.specs[n].device == device}
             if of_device:
                 with timeline.on_stream(None):
                     numbers = library_of(next(iter(of_device.values()))).concatenate([*of_device.values()]).tolist()
-                found |= zip(of_device, numbers, strict=True)
-        return found
+                values |= zip(of_device, numbers, strict=True)
+        return values
 
     @default_float_mode
     def difference(self, name: str, local: interop.Tensor) -> Array:
@@ -184,8 +183,11 @@ class GlobalParameters:
 
     def record_mixed(self, name: str, parameter: object) -> None:
         """Record a local parameter after `mix_into`, so that it does not count as trained."""
+        self.mixed[name] = self._checksum_of(name, parameter)
+
+    def _checksum_of(self, name: str, parameter: object) -> int:
         with self.on_stream(name, parameter) as local:
-            self.mixed[name] = digest([self._backends[local.device].memory_of(local)])
+            return digest([self._backends[local.device].memory_of(local)])
 
     # -- means --------------------------------------------------------------------------------------------------------
 
@@ -204,10 +206,10 @@ class GlobalParameters:
     def overflows(
         self, means: Mapping[str, SparseVector], largest: float, outer: NesterovSGD | None
     ) -> dict[str, Array]:
-        """Return the indices at which an outer step would make a parameter or its velocity infinite, by name.
+        """Return by name the indices at which an outer step would make a parameter or its velocity infinite, if any.
 
-        Names without such indices are missing. Nothing changes. ``largest`` is an upper bound of magnitudes in the
-        means. Without ``outer``, the step subtracts the mean.
+        Nothing changes. ``largest`` is an upper bound of magnitudes in the means. Without ``outer``, the step subtracts
+        the mean.
         """
         dense = [name for name, mean in means.items() if outer is None and isinstance(mean, DenseSum) and mean.size]
         maxima = self._read({name: abs(self._arrays[name]).max() for name in self.on_streams(dense)})
@@ -226,9 +228,10 @@ class GlobalParameters:
                 parameter = parameter[mean.indices]
                 after = parameter - mean.values
             bad[name] = ~(abs(after) < limit) & (abs(parameter) < limit)
-        some = self._read({name: bad[name].any() for name in self.on_streams(bad)})
-        found = {name: bad[name].nonzero()[0] for name in self.on_streams([name for name in some if some[name]])}
-        return {name: indices[name][which] if name in indices else which for name, which in found.items()}
+        any_bad = self._read({name: bad[name].any() for name in self.on_streams(bad)})
+        names = self.on_streams([name for name in any_bad if any_bad[name]])
+        positions = {name: bad[name].nonzero()[0] for name in names}
+        return {name: indices[name][at] if name in indices else at for name, at in positions.items()}
 
     def dense(self, name: str, entries: SparseVector | None) -> Array:
         """Return entries as a flat, dense array of the size of a global parameter; ``None``: zeros."""
@@ -456,24 +459,24 @@ class FragmentExchange:
         assert self._comparison is not None
         if (error := error_of(self._comparison)) is not None:
             return error
-        words, rank = self._gather.words, self._transport.rank
-        by_rank = [words[i : i + _WORDS] for i in range(0, len(words), _WORDS)]
-        if any(theirs[: _COMPARED - 1] != by_rank[0][: _COMPARED - 1] for theirs in by_rank):
+        gathered, rank = self._gather.words, self._transport.rank
+        by_rank = [gathered[i : i + _WORDS] for i in range(0, len(gathered), _WORDS)]
+        if any(words[: _COMPARED - 1] != by_rank[0][: _COMPARED - 1] for words in by_rank):
             return CollectiveMismatchError(
                 f"{self._reducer_error}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks "
                 "must have the same sync_every, by_speed, deadline, fragments and fragment_sync_delay, take the same "
                 "number of local steps in a round (or set by_speed=True), and resume from states saved together; "
                 "LocalSteps.rebuild brings all ranks to one place"
             )
-        for other, theirs in enumerate(by_rank):
-            if theirs[_COMPARED - 1] != by_rank[0][_COMPARED - 1]:
+        for other, words in enumerate(by_rank):
+            if words[_COMPARED - 1] != by_rank[0][_COMPARED - 1]:
                 return WeightMismatchError(
                     f"rank {rank}: the global parameters of rank {other} in fragment {self.fragment} differ from rank "
                     "0's. Create LocalSteps with the same parameters on all ranks: load one checkpoint, or "
                     "broadcast them. If an interrupt ended an outer step, call LocalSteps.rebuild on all ranks"
                 )
-        self.nanoseconds = tuple(theirs[4] for theirs in by_rank)
-        self.left_out = tuple(other for other, theirs in enumerate(by_rank) if theirs[5])
+        self.nanoseconds = tuple(words[4] for words in by_rank)
+        self.left_out = tuple(other for other, words in enumerate(by_rank) if words[5])
         return None
 
     # -- means are applied --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum, auto
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.calls.label import Label
@@ -52,11 +53,11 @@ class Phase(Enum):
 
 @deferred
 class LocalSteps:
-    """Trains by local steps, and averages sparsely once per round how far the ranks have moved (DiLoCo, SparseLoCo).
+    """Trains by local steps. Once per round, averages the ranks' changes of the parameters sparsely.
 
-    Each rank trains its own local parameters with its own optimizer. After ``sync_every`` local steps, a round, the
-    ranks average their pseudo-gradients, global parameters - local parameters, with a `Reducer`. The outer optimizer
-    updates the global parameters, which are the same on all ranks, and training continues from them.
+    Each rank trains its own local parameters with its own optimizer. A round has ``sync_every`` local steps. At its
+    end, the ranks average their pseudo-gradients, global parameters - local parameters, with a `Reducer`. The outer
+    optimizer updates the global parameters, which are the same on all ranks, and training continues from them.
 
         local = sc.LocalSteps(parameters, sync_every=30)             # names and arrays
         for ...:
@@ -64,8 +65,8 @@ class LocalSteps:
             local.step(parameters)                                   # usually only counts
         model = local.global_parameters()
 
-    What is not sent stays in the residuals, which replace outer momentum (SparseLoCo: Sarfi et al., 2025, Algorithm 1).
-    Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round; with a delay of d, its
+    Residuals store the entries that are not sent, and replace outer momentum (SparseLoCo: Sarfi et al., 2025, Algorithm
+    1). Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round. With a delay of d, its
     exchange begins d local steps earlier. docs/guides/local-steps.md describes ``by_speed`` and ``deadline``.
 
     **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
@@ -76,11 +77,11 @@ class LocalSteps:
     local step is counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks had
     already received the result (docs/reference/errors.md), `rebuild` makes the global parameters equal.
 
-    **Interrupts.** An exception of a signal handler, such as Ctrl-C, may interrupt a call. If it interrupted `step`,
-    and `round` and `local_step` have not advanced, the local step was not counted: call `step` again. Otherwise, call
-    `finish` or take the next local step, which completes the interrupted call. An outer optimizer other than
-    `NesterovSGD` may have made part of a step; then the fragment's next exchange raises `WeightMismatchError` on all
-    ranks until `rebuild`.
+    **Interrupts.** An exception of a signal handler, such as Ctrl-C, may interrupt a call. If `step` was interrupted
+    before `round` or `local_step` advanced, the local step was not counted: call `step` again. Otherwise, call `finish`
+    or take the next local step, which completes the interrupted call. An outer optimizer other than `NesterovSGD` may
+    have made part of a step. Then the fragment's next exchange raises `WeightMismatchError` on all ranks, until
+    `rebuild`.
 
     **NaN.** With ``skip_nonfinite``, all ranks skip an exchange, without an error, if a pseudo-gradient is not finite
     on some rank, or if the outer step would overflow (checked for `NesterovSGD` and ``outer=None``). Finite
@@ -142,26 +143,18 @@ class LocalSteps:
                 f"rank {ranks.rank}: deadline={quote(settings.deadline)}: {ranks.library} does not support calls from "
                 "a thread. Use an MPI that provides MPI_THREAD_MULTIPLE, a process group of PyTorch, or deadline=None"
             )
-        reducer_options = with_defaults(specs.values(), self._schedule.sync_every, **reducer_options)
-        skip_nonfinite, alpha = settings.skip_nonfinite, settings.fragment_update_alpha
+        completed = with_defaults(specs.values(), self._schedule.sync_every, **reducer_options)
+        shared: dict[str, Any] = {**completed, "skip_nonfinite": settings.skip_nonfinite}
         self.reducers = tuple(
-            Reducer(
-                {name: specs[name] for name in names},
-                density,
-                comm=comm,
-                skip_nonfinite=skip_nonfinite,
-                **reducer_options,
-            )
-            for names in self.fragments
+            Reducer({name: specs[name] for name in names}, density, comm=comm, **shared) for names in self.fragments
         )
-        self._rules = Rules(self._schedule, outer, alpha, float(reducer_options["decay"]))
-        compared = {**reducer_options, "skip_nonfinite": skip_nonfinite}
+        self._rules = Rules(self._schedule, outer, settings.fragment_update_alpha, float(shared["decay"]))
         self._settings: dict[str, object] = {  # that `rebuild` compares between ranks; errors show the keys
             **asdict(self._schedule),
-            "fragment_update_alpha": alpha,
+            "fragment_update_alpha": settings.fragment_update_alpha,
             "density": density_at(density, 0),
             "type of outer optimizer": type(outer).__name__,
-            **{key: quote(value) for key, value in sorted(compared.items()) if key not in _NOT_COMPARED},
+            **{key: quote(value) for key, value in sorted(shared.items()) if key not in _NOT_COMPARED},
             **{name: f"{spec.accumulator.name} {spec.shape}" for name, spec in specs.items()},
             "division into fragments": self.fragments,
         }
@@ -280,9 +273,9 @@ class LocalSteps:
                 exchange.push(parameters)
                 self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(*event[:2]))
             elif exchange is not None:
-                for each in self._exchanges.values():
-                    if each is exchange or (exchange.late and each.fragment == exchange.fragment):
-                        each.wait()
+                for other in self._exchanges.values():
+                    if other is exchange or (exchange.late and other.fragment == exchange.fragment):
+                        other.wait()
                 self._replaced += exchange.apply(parameters, self._connect().rank)
                 if exchange.error is not None:
                     errors.append(exchange.error)
@@ -330,7 +323,7 @@ class LocalSteps:
         schedule, last, round_no = self._schedule, self._paces[1], exchange.round + 1
         follows = (schedule.by_speed or schedule.deadline) and exchange.fragment == schedule.fragments - 1
         if follows and round_no > last.round and exchange.outcome is not Outcome.FAILED and exchange.nanoseconds:
-            seconds = [1e-9 * each for each in exchange.nanoseconds]
+            seconds = [1e-9 * duration for duration in exchange.nanoseconds]
             self._paces = self._pace(exchange.round), schedule.pace_after(last, round_no, seconds, exchange.left_out)
 
     def expected_seconds(self, step: int) -> float | None:
@@ -447,39 +440,41 @@ class LocalSteps:
 
     def load_with(self, prepare: Callable[[Undo], Prepared]) -> None:
         """Load the state that ``prepare`` passes to `prepare_state`. Collective."""
-        inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in REDUCER.keys]
+        of_reducers = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in REDUCER.keys]
+        keys = ["local_step", *LOCAL_STEPS.keys, *of_reducers]
         with self._deadline.lock:
-            load(self._connect(), "load_state_dict() of LocalSteps", ["local_step", *LOCAL_STEPS.keys, *inner], prepare)
+            load(self._connect(), "load_state_dict() of LocalSteps", keys, prepare)
 
     def prepare_state(self, state: State, undo: Undo) -> Prepared:
         """Convert and check a state for `load_with`. Only the outer optimizer changes; ``undo`` can restore it."""
         ranks, shared, outer = self._check_idle("load_state_dict", exchanges_ended=True), self._globals, self._outer
-        found = LOCAL_STEPS.read_own(state, ranks)
-        found = fit(found, shared.specs, self.fragments, self._schedule, outer is not None)
-        inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
+        fields = LOCAL_STEPS.read_own(state, ranks)
+        fields = fit(fields, shared.specs, self.fragments, self._schedule, outer is not None)
+        states = zip(self.reducers, fields["reducers"], strict=True)
+        reducer_states = [reducer.prepare_state(reducer_state) for reducer, reducer_state in states]
         exchanges = {}
-        for saved in found["exchanges"]:
+        for saved in fields["exchanges"]:
             fragment, round_no = key = saved["fragment"], saved["round"]
-            late = [fragment, round_no] in found["late"]
+            late = [fragment, round_no] in fields["late"]
             exchanges[key] = FragmentExchange(*key, self.reducers[fragment], shared, self._rules, late)
             exchanges[key].load(saved)
-        parameters = shared.from_host(found["global_parameters"])
-        found["outer"] = None if outer is None else load_outer(outer, found["outer"], shared.specs, undo)
-        common = {key: found[key] for key in LOCAL_STEPS.keys}
-        common["local_step"] = 0 if found["steps"] else found["local_step"]  # by speed, it differs between ranks
-        for i, each in enumerate(inner):
-            common |= {f"reducers[{i}].{key}": value for key, value in each.common.items()}
+        parameters = shared.from_host(fields["global_parameters"])
+        fields["outer"] = None if outer is None else load_outer(outer, fields["outer"], shared.specs, undo)
+        common = {key: fields[key] for key in LOCAL_STEPS.keys}
+        common["local_step"] = 0 if fields["steps"] else fields["local_step"]  # by speed, it differs between ranks
+        for i, prepared in enumerate(reducer_states):
+            common |= {f"reducers[{i}].{key}": value for key, value in prepared.common.items()}
 
         def commit() -> None:
-            for each in inner:
-                each.commit()
+            for prepared in reducer_states:
+                prepared.commit()
             shared.set(parameters)
-            self._position = found["round"], found["local_step"], found["passed"]
-            self._paces = (Pace(found["round"], found["steps"], found["round_seconds"]),) * 2
-            self._timer = StepTimer(self._timer.clock, found["step_seconds"])
+            self._position = fields["round"], fields["local_step"], fields["passed"]
+            self._paces = (Pace(fields["round"], fields["steps"], fields["round_seconds"]),) * 2
+            self._timer = StepTimer(self._timer.clock, fields["step_seconds"])
             self._exchanges = exchanges
             shared.compared.update(range(len(self.fragments)))
-            shared.mixed, shared.unsent = dict(found["mixed"]), set(found["unsent"])
+            shared.mixed, shared.unsent = dict(fields["mixed"]), set(fields["unsent"])
             self._deadline.reset()
 
         return Prepared(common, commit)

@@ -40,13 +40,13 @@ def known_names(names: Any, known: Collection[str], argument: str = "names") -> 
     listing = known if names is None else [names] if isinstance(names, str) else names
     if not isinstance(listing, Iterable):
         raise InvalidInputError(f"{argument}={quote(names)}: expected names of parameters, or None for all of them")
-    found = list(listing)
-    if unknown := [name for name in found if not isinstance(name, str) or name not in known]:
+    wanted = list(listing)
+    if unknown := [name for name in wanted if not isinstance(name, str) or name not in known]:
         raise InvalidInputError(
             f"{argument}: {quote(unknown[0])} is not one of the {len(known)} parameters, {listed(known)}"
             f"{did_you_mean(unknown[0], known)}"
         )
-    return found
+    return wanted
 
 
 def split_by_size(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
@@ -191,8 +191,8 @@ def _steps_in(duration: float, seconds: float) -> int:
 
 def _busy(steps: Sequence[int], seconds: Sequence[float]) -> float:
     """Return how many ranks compute, on average over a round."""
-    each = [n * t for n, t in zip(steps, seconds, strict=True)]
-    return sum(each) / max(each)
+    busy = [n * t for n, t in zip(steps, seconds, strict=True)]
+    return sum(busy) / max(busy)
 
 
 def _round_seconds(total: int, seconds: Sequence[float]) -> float:
@@ -202,12 +202,12 @@ def _round_seconds(total: int, seconds: Sequence[float]) -> float:
     """
     rate, slack = sum(1 / t for t in seconds), len(seconds)
     first, last = max(1, total - slack + 1) / rate, (total + 2 * slack) / rate
-    found = []
+    rated = []  # how good each duration is, with the duration
     for end in {n * t for t in seconds for n in range(math.ceil(first / t / _ROUNDING), int(last / t) + 1)}:
         steps = [_steps_in(end, t) for t in seconds]
         if abs(sum(steps) - total) < slack:
-            found.append((-round(_busy(steps, seconds), 9), abs(sum(steps) - total), end))
-    return min(found)[2]
+            rated.append((-round(_busy(steps, seconds), 9), abs(sum(steps) - total), end))
+    return min(rated)[2]
 
 
 class StepTimer:

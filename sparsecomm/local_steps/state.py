@@ -14,56 +14,56 @@ from sparsecomm.states.loading import reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, per_rank
 from sparsecomm.tensors.interop import TensorSpec
 
-_ADVICE = "build the same model as the one with which LocalSteps was made"
+_ADVICE = "build the model that this LocalSteps had when its state was saved"
 
 
-def _is_below_sync_every(value: object, found: Mapping[str, Any]) -> bool:
-    return is_count(value) and value < found["sync_every"]
+def _is_below_sync_every(value: object, fields: Mapping[str, Any]) -> bool:
+    return is_count(value) and value < fields["sync_every"]
 
 
 def _is_seconds(value: object, _: object) -> bool:
     return 0 <= to_float(value) < math.inf
 
 
-def _is_steps(value: Any, found: Mapping[str, Any]) -> bool:
-    return is_list(value) and len(value) in (0, found["world_size"]) and all(map(is_positive, value))
+def _is_steps(value: Any, fields: Mapping[str, Any]) -> bool:
+    return is_list(value) and len(value) in (0, fields["world_size"]) and all(map(is_positive, value))
 
 
-def _is_local_step(value: Any, found: Mapping[str, Any]) -> bool:
-    steps = found["steps"]
-    return is_count(value) and value < (steps[found["rank"]] if steps else found["sync_every"])
+def _is_local_step(value: Any, fields: Mapping[str, Any]) -> bool:
+    steps = fields["steps"]
+    return is_count(value) and value < (steps[fields["rank"]] if steps else fields["sync_every"])
 
 
-def _is_passed(value: Any, found: Mapping[str, Any]) -> bool:
+def _is_passed(value: Any, fields: Mapping[str, Any]) -> bool:
     # Without ``by_speed``, each local step is a step of the schedule.
-    return _is_below_sync_every(value, found) and bool(found["steps"] or value == found["local_step"])
+    return _is_below_sync_every(value, fields) and bool(fields["steps"] or value == fields["local_step"])
 
 
-def _are_exchanges(value: Any, found: Mapping[str, Any]) -> bool:
-    schedule = SyncSchedule(found["sync_every"], len(found["fragments"]), found["fragment_sync_delay"])
-    step = found["round"] * schedule.sync_every + found["passed"]
+def _are_exchanges(value: Any, fields: Mapping[str, Any]) -> bool:
+    schedule = SyncSchedule(fields["sync_every"], len(fields["fragments"]), fields["fragment_sync_delay"])
+    step = fields["round"] * schedule.sync_every + fields["passed"]
 
-    def is_exchange(each: Mapping[str, Any]) -> bool:
-        fragment, round_no = each["fragment"], each["round"]
+    def is_exchange(exchange: Mapping[str, Any]) -> bool:
+        fragment, round_no = exchange["fragment"], exchange["round"]
         in_flight = (
             is_count(fragment)
             and is_count(round_no)
             and fragment < schedule.fragments
             and schedule.begun_at(fragment, round_no) <= step < schedule.applied_at(fragment, round_no)
         )
-        times = each["nanoseconds"] if in_flight else ()
-        return in_flight and len(times) in (0, found["world_size"]) and all(map(is_count, times))
+        times = exchange["nanoseconds"] if in_flight else ()
+        return in_flight and len(times) in (0, fields["world_size"]) and all(map(is_count, times))
 
-    return is_list(value) and all(map(is_exchange, value)) and len({each["fragment"] for each in value}) == len(value)
+    return is_list(value) and all(map(is_exchange, value)) and len({e["fragment"] for e in value}) == len(value)
 
 
-def _are_late(value: Any, found: Mapping[str, Any]) -> bool:
-    in_flight = [[each["fragment"], each["round"]] for each in found["exchanges"]]
-    return is_list(value) and all(list(each) in in_flight for each in value)
+def _are_late(value: Any, fields: Mapping[str, Any]) -> bool:
+    in_flight = [[exchange["fragment"], exchange["round"]] for exchange in fields["exchanges"]]
+    return is_list(value) and all(list(key) in in_flight for key in value)
 
 
 def _are_mixed(value: Any, _: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, int) and 0 <= each < 1 << 64 for each in value.values())
+    return isinstance(value, dict) and all(isinstance(c, int) and 0 <= c < 1 << 64 for c in value.values())
 
 
 def _passed(old: list[StateDict], rank: int, size: int) -> int:
@@ -107,18 +107,18 @@ LOCAL_STEPS = Schema(
         "outer": common("the state of the outer optimizer, or None", lambda *_: True),
         "reducers": per_rank(
             "a state for each fragment",
-            lambda value, found: is_list(value) and len(value) == len(found["fragments"]),
+            lambda value, fields: is_list(value) and len(value) == len(fields["fragments"]),
             _reducers,
         ),
         "exchanges": common(
             "exchanges that are in flight at this step of the schedule",
             _are_exchanges,
-            lambda old, *_: [{**each, "nanoseconds": []} for each in old[0]["exchanges"]],
+            lambda old, *_: [{**exchange, "nanoseconds": []} for exchange in old[0]["exchanges"]],
         ),
         "late": per_rank("fragments and rounds of exchanges", _are_late, lambda *_: []),
         "unsent": per_rank(
             "names of parameters",
-            lambda value, found: is_list(value) and set(value) <= found["global_parameters"].keys(),
+            lambda value, fields: is_list(value) and set(value) <= fields["global_parameters"].keys(),
             lambda old, *_: sorted({name for state in old for name in state["unsent"]}),
         ),
         "mixed": per_rank("checksums by name", _are_mixed, lambda *_: {}),
@@ -129,7 +129,7 @@ LOCAL_STEPS = Schema(
 
 
 def fit(
-    found: StateDict,
+    fields: StateDict,
     specs: Mapping[str, TensorSpec],
     fragments: Sequence[Sequence[str]],
     schedule: SyncSchedule,
@@ -140,47 +140,47 @@ def fit(
     ``outer`` says whether there is an outer optimizer. The states of the outer optimizer and of the reducers are
     neither checked nor changed.
     """
-    names = [list(each) for each in found["fragments"]]
-    if names != [list(each) for each in fragments]:
+    names = [*map(list, fields["fragments"])]
+    if names != [*map(list, fragments)]:
         raise InvalidInputError(
             f"state: it has {len(names)} fragments, and this LocalSteps has {len(fragments)}, or their names differ; "
             "build the same model with the same fragments"
         )
-    saved, here = (found["sync_every"], found["fragment_sync_delay"]), (schedule.sync_every, schedule.delay)
-    if saved != here and (found["local_step"] or found["exchanges"]):
+    saved, here = (fields["sync_every"], fields["fragment_sync_delay"]), (schedule.sync_every, schedule.delay)
+    if saved != here and (fields["local_step"] or fields["exchanges"]):
         raise InvalidInputError(
             f"state: it was saved in the middle of a round, with sync_every={saved[0]} and fragment_sync_delay="
             f"{saved[1]}; here they are {here[0]} and {here[1]}; change them between rounds"
         )
-    if found["steps"] and not schedule.by_speed:
-        if found["local_step"] or found["passed"] or found["exchanges"]:
+    if fields["steps"] and not schedule.by_speed:
+        if fields["local_step"] or fields["passed"] or fields["exchanges"]:
             raise InvalidInputError(
                 "state: it was saved in the middle of a round with by_speed=True; create LocalSteps with it, and "
                 "change it between rounds"
             )
-        found["steps"] = ()
-    if (found["outer"] is not None) != outer:
-        with_or_without = "with" if found["outer"] is not None else "without"
+        fields["steps"] = ()
+    if (fields["outer"] is not None) != outer:
+        with_or_without = "with" if fields["outer"] is not None else "without"
         raise InvalidInputError(
             f"state: it was saved {with_or_without} an outer optimizer; create LocalSteps {with_or_without} one"
         )
     exchanges = []
-    for i, each in enumerate(found["exchanges"]):
+    for i, exchange in enumerate(fields["exchanges"]):
         with reading(f"exchanges[{i}]", "an exchange in flight"):
-            means, untrained = each["means"], sorted(set(map(str, each["without_gradient"])))
+            means, untrained = exchange["means"], sorted(set(map(str, exchange["without_gradient"])))
             if means is not None:
-                exchanged = {name: specs[name] for name in names[each["fragment"]] if name not in untrained}
+                exchanged = {name: specs[name] for name in names[exchange["fragment"]] if name not in untrained}
                 means = read_arrays(means, exchanged, f"exchanges[{i}]['means']", _ADVICE)
-            numbers = {"fragment": int(each["fragment"]), "round": int(each["round"])}
-            times = [int(time) for time in each["nanoseconds"]]
+            numbers = {"fragment": int(exchange["fragment"]), "round": int(exchange["round"])}
+            times = [int(time) for time in exchange["nanoseconds"]]
             exchanges.append({**numbers, "nanoseconds": times, "means": means, "without_gradient": untrained})
     return {
-        **found,
+        **fields,
         "fragments": names,
-        "steps": tuple(found["steps"]),
-        "round_seconds": float(found["round_seconds"]),
-        "step_seconds": float(found["step_seconds"]),
-        "global_parameters": read_arrays(found["global_parameters"], specs, "global_parameters", _ADVICE),
+        "steps": tuple(fields["steps"]),
+        "round_seconds": float(fields["round_seconds"]),
+        "step_seconds": float(fields["step_seconds"]),
+        "global_parameters": read_arrays(fields["global_parameters"], specs, "global_parameters", _ADVICE),
         "exchanges": exchanges,
-        "late": [list(map(int, each)) for each in found["late"]],
+        "late": [list(map(int, key)) for key in fields["late"]],
     }

@@ -22,8 +22,8 @@ below is the sum of its node. In every step
    if a float32 copy were kept. The message also says how exponents of units change, to follow sqrt(v) + eps.
 
 In a step of density 1.0, owners receive whole sums and send new weights: this is AdamW. A single rank changes its
-weights without rounding. Units begin at sqrt(v) + eps for v = `START` (1 - b2) times the mean square of the tensor's
-first gradient. A tensor for which no rank has a gradient makes no step: neither its weights nor its t change.
+weights without rounding. Units begin at sqrt(v) + eps, with v = `FIRST_SQUARE` (1 - b2) times the mean square of the
+tensor's first gradient. A tensor for which no rank has a gradient makes no step: neither its weights nor its t change.
 
 **Overflows.** If a step would make a weight or a moment infinite, its owner says so instead of sending updates, and all
 ranks skip the step.
@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -55,9 +56,9 @@ from sparsecomm.signals import deferred
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import NamedTensors, Tensor, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
-from sparsecomm.transport import Transport
+from sparsecomm.transport import Comm, Transport, transport_of
 
-START = 0.2
+FIRST_SQUARE = 0.2
 
 
 @deferred
@@ -65,6 +66,7 @@ class LazyAdamW:
     """This rank's moments of named weights, and steps by the rule above.
 
     Attributes:
+        reducer: sums the gradients.
         specs: the weights' specs by name.
         moments: the moments of this rank's part of each tensor by name: see `part`. Missing before a tensor's first
             gradient.
@@ -83,7 +85,7 @@ class LazyAdamW:
     ) -> None:
         """Begin without moments. ``reducer`` is that of `AdamWSettings`, which also checks ``check_every``."""
         self.specs = specs_of(weights)
-        self._reducer, self._check_every = reducer, check_every
+        self.reducer, self._check_every = reducer, check_every
         self.new_moments = new_moments or self._new
         self.done: Step | None = None
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
@@ -97,26 +99,26 @@ class LazyAdamW:
         """Replace the moments and the step counts, and discard everything computed from the old ones."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self.parts = {name: self.part(name) for name in moments}
-        self._made: dict[Bucket, tuple[Sequence[Part], AdamWStep]] = {}  # this rank's parts of the open step
+        self._own_steps: dict[Bucket, tuple[Sequence[Part], AdamWStep]] = {}  # this rank's parts of the open step
         self._outcomes: dict[Bucket, Outcome] = {}  # of the open step
         self._pending: list[Callable[[], None]] | None = None  # the rest of an update that was interrupted
 
     def replace(self, name: str, moments: Moments | None, step: int) -> None:
         """Use other moments of a tensor between steps; ``None``: zeros, as at its first gradient."""
-        self.moments[name] = moments or self.new_moments(name, self._reducer.transport.size > 1)
+        self.moments[name] = moments or self.new_moments(name, self.reducer.transport.size > 1)
         self.steps[name], self.parts[name] = step, self.part(name)
 
     def part(self, name: str) -> tuple[int, int]:
-        """Return the begin and the end of this rank's part of a tensor."""
-        return self._reducer.bucket(name).part(name, self._reducer.transport.rank)
+        """Return where this rank's part of a tensor begins and ends."""
+        return self.reducer.bucket(name).part(name, self.reducer.transport.rank)
 
     def on_stream(self, name: str) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor, on the current stream."""
-        return self._reducer.bucket(name).on_stream(None)
+        return self.reducer.bucket(name).on_stream(None)
 
     def _new(self, name: str, compensated: bool) -> Moments:
         spec, (begin, end) = self.specs[name], self.part(name)
-        backend, real = self._reducer.bucket(name).backend, spec.accumulator.accumulator
+        backend, real = self.reducer.bucket(name).backend, spec.accumulator.accumulator
         mean, squares, last = (backend.zeros(end - begin, dtype) for dtype in (real, real, np.int32))
         return Moments(mean, squares, last, backend.zeros(end - begin, real) if compensated else None)
 
@@ -145,31 +147,31 @@ class LazyAdamW:
         self.open(weights, replicated, rules)
         if missing := self.missing:
             self._begin(missing, gradients, rules, scale)
-            self._reducer.forget_preliminary_calls()
+            self.reducer.forget_preliminary_calls()
             if self.missing:
-                return Step(self._reducer.step, self._reducer.density, usable=False)
+                return Step(self.reducer.step, self.reducer.density, usable=False)
         for name in self.specs:
-            if not self._reducer.pushed(name):
+            if not self.reducer.pushed(name):
                 self.push(name, gradients.get(name), rules[name], scale)
-        return self._reducer.wait()
+        return self.reducer.wait()
 
     def open(
         self, weights: Mapping[str, object], replicated: Mapping[str, object], rules: Mapping[str, AdamWRule]
     ) -> None:
         """Begin a step, unless it has begun. If a check is due, compare weights and units between the ranks."""
-        reducer = self._reducer
+        reducer = self.reducer
         if not reducer.pending:
             tensors = self._tensors_of(weights)  # before this rank waits for others, which may refuse gradients
             reducer.check_weights(self._check_every, lambda: {**replicated, **self._replicated_units()})
             if reducer.density < 1:
                 self._refresh_units(rules)
             reducer.label = self._label(rules)
-            self._weights, self._rules, self._tables, self._made, self._outcomes = tensors, rules, {}, {}, {}
+            self._weights, self._rules, self._tables, self._own_steps, self._outcomes = tensors, rules, {}, {}, {}
 
     def _replicated_units(self) -> dict[str, Array]:
         """Return the units that are equal on all ranks: not those of slices."""
-        whole = (name for name in self.moments if self._reducer.bucket(name).nodes is None)
-        return {f"{name}.unit": self._reducer.exponents(name) for name in whole}
+        names = (name for name in self.moments if self.reducer.bucket(name).nodes is None)
+        return {f"{name}.unit": self.reducer.exponents(name) for name in names}
 
     def _tensors_of(self, weights: Mapping[str, object], writable: bool = False) -> dict[str, Tensor]:
         return {name: spec.tensor(weights[name], name, writable=writable) for name, spec in self.specs.items()}
@@ -185,7 +187,7 @@ class LazyAdamW:
                 for option in RULE:
                     yield from by_name(option, {name: getattr(rule, option) for name, rule in shared.items()})
 
-            self._shared_rules = shared, Label((pattern, [rule.values for rule in numbers]), pairs)
+            self._shared_rules = shared, Label((pattern, [astuple(rule) for rule in numbers]), pairs)
         return Label([*steps.values()], lambda: by_name("steps so far", steps)) + self._shared_rules[1]
 
     @property
@@ -203,17 +205,17 @@ class LazyAdamW:
         sizes = np.array([float(spec.size) for spec in specs])
         largest = np.array([float(np.finfo(spec.accumulator.accumulator).max) for spec in specs])
         squares = np.zeros(len(sizes) + 1)  # the last element: whether this rank has a gradient
-        given = {name: gradients[name] for name in names if gradients.get(name) is not None}
-        for name, total in self._reducer.sums_of_squares(given).items():
+        present = {name: gradients[name] for name in names if gradients.get(name) is not None}
+        for name, total in self.reducer.sums_of_squares(present).items():
             i, scaled = names.index(name), total * scale**2
             squares[i], squares[-1] = math.inf if scaled >= largest[i] else scaled, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
         label = Label.of(("call", f"first moments of AdamW for {listed(sorted(names), 3)}"), *shapes)
-        call, means = self._reducer.preliminary_call("moments", partial(_dense_sum, squares, "mean", label))
+        call, means = self.reducer.preliminary_call("moments", partial(_dense_sum, squares, "mean", label))
         *totals, any_gradient = means.to_dense()
         if not np.isfinite(totals).all():
             bad = (name for i, name in enumerate(names) if not math.isfinite(squares[i]))
-            _log_skipped(self._reducer.step, cause_of(call.transport.rank, next(bad, None)))
+            _log_skipped(self.reducer.step, cause_of(call.transport.rank, next(bad, None)))
         if not np.isfinite(totals).all() or not (any_gradient or self.moments):
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
@@ -223,30 +225,30 @@ class LazyAdamW:
         moments = {}
         for spec, square in zip(specs, mean, strict=True):
             name, rule, real = spec.name, rules[spec.name], np.dtype(spec.accumulator.accumulator)
-            start = np.array([START * (1 - rule.betas[1]) * square], real)
+            start = np.array([FIRST_SQUARE * (1 - rule.betas[1]) * square], real)
             with self.on_stream(name):
-                moments[name] = self.new_moments(name, self._reducer.transport.size > 1)
-                self._reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
-                self._reducer.bucket(name).begun.add(name)
+                moments[name] = self.new_moments(name, self.reducer.transport.size > 1)
+                self.reducer.exponents(name)[:] = int(unit_exponents(np, start, real.type(rule.eps))[0])
+                self.reducer.bucket(name).begun.add(name)
         self.moments |= moments
         self.parts |= {name: self.part(name) for name in names}
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
         """Push ``scale`` times a gradient. Pass ``None`` if the tensor has no gradient."""
-        self._reducer.push_with(name, gradient, Addition(-scale if rule.maximize else scale))
+        self.reducer.push_with(name, gradient, Addition(-scale if rule.maximize else scale))
 
     # -- the owner's step: see `sparsecomm.reducer.owned.Owner` -------------------------------------------------------
 
     def sparse_step(self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: SparseVector) -> SparseStep:
-        alone = self._reducer.transport.size == 1
+        alone = self.reducer.transport.size == 1
         margin = 4 if bucket.owners > 1 else 0  # rounding changes an update by less
-        made = backend.adamw(self._parts(parts, self._weights), bucket.exponents, sums, margin, keep_changes=alone)
-        changes, jumps = made.changes, made.jumps
-        if made.overflows:
+        step = backend.adamw(self._parts(parts, self._weights), bucket.exponents, sums, margin, keep_changes=alone)
+        changes, jumps = step.changes, step.jumps
+        if step.overflows:
             changes, jumps = (jumps == OVERFLOWS).astype(changes.dtype), 0 * jumps
         else:  # keep only what `store_adamw` needs
-            self._made[bucket] = parts, made._replace(changes=changes[:0], jumps=jumps[:0])
-        return SparseStep(changes, jumps, FINE if not made.overflows else OVERFLOW if made.finite else NOT_FINITE)
+            self._own_steps[bucket] = parts, step._replace(changes=changes[:0], jumps=jumps[:0])
+        return SparseStep(changes, jumps, _verdict(step))
 
     def dense_step(
         self, backend: Backend, bucket: Bucket, parts: Sequence[Part], sums: Array, without: Collection[str]
@@ -257,16 +259,16 @@ class LazyAdamW:
                 weight = self._weights[spec.name].part(first, last)
                 sums[at - begin : at - begin + last - first] = backend.values_of(weight, slice(None))
         parts = [part for part in parts if part.spec.name not in without]
-        made = backend.adamw_dense(self._parts(parts, self._weights), bucket.exponents, sums, begin)
-        self._made[bucket] = parts, made
-        return FINE if not made.overflows else OVERFLOW if made.finite else NOT_FINITE
+        step = backend.adamw_dense(self._parts(parts, self._weights), bucket.exponents, sums, begin)
+        self._own_steps[bucket] = parts, step
+        return _verdict(step)
 
     def decided(self, bucket: Bucket, outcome: Outcome) -> None:
         self._outcomes[bucket] = outcome
 
     def _parts(self, parts: Sequence[Part], weights: Mapping[str, Tensor]) -> list[AdamWPart]:
-        """Return what a step of parts needs."""
-        found = []
+        """Return parts with their moments, and with the coefficients of their next step."""
+        stepped = []
         for spec, begin, end, at in parts:
             name, rule, real = spec.name, self._rules[spec.name], np.dtype(spec.accumulator.accumulator)
             key = rule, real, self.steps[name] + 1
@@ -274,8 +276,8 @@ class LazyAdamW:
                 self._tables[key] = rule.table(key[2], real)
             table, eps = self._tables[key]
             weight = weights[name].part(begin, end)
-            found.append(AdamWPart(at, weight, self.moments[name], table, rule.eps, eps, key[2]))
-        return found
+            stepped.append(AdamWPart(at, weight, self.moments[name], table, rule.eps, eps, key[2]))
+        return stepped
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -290,11 +292,11 @@ class LazyAdamW:
         if not done.usable:
             for bucket, outcome in self._outcomes.items():  # drop these entries, which would overflow again
                 if outcome.verdict == OVERFLOW:
-                    found = outcome.own
+                    own = outcome.own
                     with bucket.on_stream(None), bucket.side_stream():
-                        which = np.isnan(found.dense) if isinstance(found, DenseSum) else found.indices
-                        bucket.residual[which] = 0  # with CuPy's arrays, NumPy calls CuPy
-            self._made, self._outcomes, self.done = {}, {}, done
+                        overflowed = np.isnan(own.dense) if isinstance(own, DenseSum) else own.indices
+                        bucket.residual[overflowed] = 0  # with CuPy's arrays, NumPy calls CuPy
+            self._own_steps, self._outcomes, self.done = {}, {}, done
             _log_skipped(done.number, done.cause)
             return
         if self._pending is None:
@@ -303,17 +305,17 @@ class LazyAdamW:
             self._pending[-1]()
             self._pending.pop()
         steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
-        self.steps, self.done, self._pending, self._made, self._outcomes = steps, done, None, {}, {}
+        self.steps, self.done, self._pending, self._own_steps, self._outcomes = steps, done, None, {}, {}
         self._weights = {}
-        self._reducer.release_memory()
+        self.reducer.release_memory()
 
     def _actions(self, weights: Mapping[str, object], done: Step) -> Iterator[Callable[[], None]]:
         """Return what changes weights, moments and units. Each action either succeeds, or changes nothing."""
-        alone, tensors = self._reducer.transport.size == 1, self._tensors_of(weights, writable=True)
+        alone, tensors = self.reducer.transport.size == 1, self._tensors_of(weights, writable=True)
         for bucket, outcome in self._outcomes.items():
             if not alone:
                 yield partial(self._add, bucket, tensors, outcome.result, done.without_gradient)
-            if bucket in self._made:
+            if bucket in self._own_steps:
                 yield partial(self._keep, bucket, tensors, alone)
             yield partial(self._change_units, bucket, outcome)
 
@@ -328,11 +330,11 @@ class LazyAdamW:
 
     def _keep(self, bucket: Bucket, weights: Mapping[str, Tensor], write: bool) -> None:
         """Store the new moments of this rank's parts, and with ``write`` the new weights and units."""
-        owned, made = self._made[bucket]
+        owned, step = self._own_steps[bucket]
         parts = self._parts(owned, weights)
         units = bucket.exponents if write and not isinstance(self._outcomes[bucket].result, DenseSum) else None
         with bucket.on_stream(next((part.weights for part in parts), None)):
-            bucket.backend.store_adamw(parts, units, made, write)
+            bucket.backend.store_adamw(parts, units, step, write)
 
     def _change_units(self, bucket: Bucket, outcome: Outcome) -> None:
         """Change the units of some weights, and convert their residuals. After a dense step, units lag."""
@@ -343,19 +345,19 @@ class LazyAdamW:
                 bucket.backend.change_units(residual, bucket.exponents, outcome.changes)
 
     def _refresh_units(self, rules: Mapping[str, AdamWRule]) -> None:
-        """Make units that lag those of the owners' second moments above zero. Collective."""
-        for i, bucket in enumerate(self._reducer.buckets):
+        """Compute units that lag from the owners' second moments, where these are above zero. Collective."""
+        for i, bucket in enumerate(self.reducer.buckets):
             if not bucket.units_lag:
                 continue
             with bucket.on_stream(None):
                 own = bucket.backend.zeros(bucket.size, np.float32)
-                for spec, begin, end, at in bucket.parts(self._reducer.transport.rank):
+                for spec, begin, end, at in bucket.parts(self.reducer.transport.rank):
                     squares, old = self.moments[spec.name].squares, bucket.exponents[at : at + end - begin]
                     xp, eps = library_of(squares), squares.dtype.type(rules[spec.name].eps)
                     first = bucket.first + at
                     own[first : first + end - begin] = xp.where(squares > 0, unit_exponents(xp, squares, eps), old)
             label = Label.of(("call", f"units of bucket {i} after dense steps of AdamW"))
-            sums: Any = self._reducer.preliminary_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
+            sums: Any = self.reducer.preliminary_call(f"units {i}", partial(_dense_sum, own, "sum", label))[1]
             with bucket.on_stream(None):
                 new, count = sums.dense[bucket.first : bucket.last], bucket.last - bucket.first
                 _use_units(bucket.residual[:count], bucket.exponents[:count], new.astype(bucket.exponents.dtype))
@@ -371,7 +373,7 @@ class LazyAdamW:
                 "complete it"
             )
         for name, moments in self.moments.items():
-            backend = self._reducer.bucket(name).backend
+            backend = self.reducer.bucket(name).backend
             with self.on_stream(name):
                 for field in ("mean", "squares"):
                     array = getattr(moments, field)
@@ -384,13 +386,8 @@ class LazyAdamW:
     @property
     def unfinished(self) -> Step | None:
         """The outcome of the reducer's last step, if an interrupt prevented its update."""
-        last = self._reducer.last
+        last = self.reducer.last
         return None if last is self.done or not self._outcomes else last
-
-    def complete(self) -> None:
-        """Make an update that an interrupt prevented. Call it before `Reducer.rebuild`."""
-        if (step := self.unfinished) is not None:
-            self.update(self._weights, step)
 
     def load(self, saved: Mapping[str, SavedMoments]) -> None:
         """Use the moments of a state, and its units if the reducer's state had none."""
@@ -398,28 +395,27 @@ class LazyAdamW:
         for name, (arrays, _, exponents) in saved.items():
             with self.on_stream(name):
                 lost = arrays.compensation is not None and bool(arrays.compensation.any())
-                moments[name] = filled(self.new_moments(name, lost or self._reducer.transport.size > 1), arrays)
+                moments[name] = filled(self.new_moments(name, lost or self.reducer.transport.size > 1), arrays)
                 if exponents is not None:
-                    self._reducer.bucket(name).begin_units(name, exponents)
-        self.adopt(moments, {name: its.step for name, its in saved.items()})
-
-    def units(self) -> dict[str, Contents]:
-        """Return this rank's units, for `rebuild`. Call it before `Reducer.rebuild`."""
-        return {name: self._reducer.bucket(name).contents(name) for name in self.moments}
+                    self.reducer.bucket(name).begin_units(name, exponents)
+        self.adopt(moments, {name: saved_moments.step for name, saved_moments in saved.items()})
 
     @default_float_mode
-    def rebuild(self, transport: Transport, rebuilt: Rebuilt, units: Mapping[str, Contents]) -> None:
-        """Divide the moments among the ranks of a new communicator. Collective. ``units``: from `units`.
+    def rebuild(self, comm: Comm, rebuild_reducer: Callable[[], Rebuilt]) -> Rebuilt:
+        """Rebuild the reducer, and divide the moments among the ranks of a new communicator. Collective over them.
 
         All ranks take step counts, and whether units lag, from the first rank that is not new. First moments of lost
         ranks become zeros, and second moments 2 * unit^2. If units lag behind dense steps, these second moments become
         the mean of the tensor's other second moments.
         """
-        rank, reducer = transport.rank, self._reducer
+        reducer = self.reducer
+        units = {name: reducer.bucket(name).contents(name) for name in self.moments}
+        rebuilt, transport = rebuild_reducer(), transport_of(comm)
+        rank = transport.rank
         if rank in rebuilt.ranks_joined:
             units = {}
             self.adopt({}, {})
-        root = next(each for each in range(transport.size) if each not in rebuilt.ranks_joined)
+        root = next(stayed for stayed in range(transport.size) if stayed not in rebuilt.ranks_joined)
         begun = [(name in self.moments, step, reducer.bucket(name).units_lag) for name, step in self.steps.items()]
         shared = np.array(begun, np.int64)
         _broadcast(shared, root, transport)
@@ -434,8 +430,8 @@ class LazyAdamW:
                     exponents[:] = 0
                     continue
                 host = self._gather_units(name, units.get(name), root, transport)
-                ours = host[slice(*bucket.part_in_slice(name))]
-                _use_units(bucket.residuals[name], exponents, from_host(ours, exponents))
+                own_units = host[slice(*bucket.part_in_slice(name))]
+                _use_units(bucket.residuals[name], exponents, from_host(own_units, exponents))
                 bucket.begun.add(name)
                 (mean, squares, last, compensation), known = self.gather(name, transport)
                 np.minimum(last, step, out=last)  # the root may be a step behind
@@ -446,8 +442,8 @@ class LazyAdamW:
                     squares[own][missing], last[own][missing] = 2 * np.square(powers), step
                     if lag and known.any():
                         squares[own][missing], estimate = squares[known].mean(), "the mean of the tensor's others"
-                made = self.new_moments(name, transport.size > 1 or bool(compensation.any()))
-                moments[name] = filled(made, [array[own] for array in (mean, squares, last, compensation)])
+                new = self.new_moments(name, transport.size > 1 or bool(compensation.any()))
+                moments[name] = filled(new, [array[own] for array in (mean, squares, last, compensation)])
         self.adopt(moments, steps)
         if lost:
             log.warning(
@@ -457,39 +453,43 @@ class LazyAdamW:
                 f"{lost:,}",
                 estimate,
             )
+        return rebuilt
 
-    def _gather_units(self, name: str, held: Contents | None, root: int, transport: Transport) -> Array:
+    def _gather_units(self, name: str, own: Contents | None, root: int, transport: Transport) -> Array:
         """Return the exponents of a tensor's units from the ranks that have them, in host memory. Collective.
 
-        ``held``: this rank's contents, if any. ``root``'s units come first. Units that no rank has become the median.
+        ``own``: this rank's contents, if any. ``root``'s units come first. Units that no rank has become the median.
         """
-        spec, part, own = self.specs[name], (0, 0), None
-        if held is not None and held.exponents is not None:
-            part, own = held.part, held.exponents
-        whole = np.zeros(spec.size, unit_dtype(spec.accumulator.accumulator))
-        known = _gather_parts([whole], part, [own], transport, root)
+        spec = self.specs[name]
+        units = np.zeros(spec.size, unit_dtype(spec.accumulator.accumulator))
+        part, exponents = ((0, 0), None) if own is None or own.exponents is None else (own.part, own.exponents)
+        known = _gather_parts([units], part, [exponents], transport, root)
         if not known.all() and known.any():
-            whole[~known] = int(np.median(whole[known]))
-        return whole
+            units[~known] = int(np.median(units[known]))
+        return units
 
     def gather(self, name: str, transport: Transport) -> tuple[Any, Array]:
         """Return the `Moments` of a tensor from all ranks, in host memory, and where they are known. Collective.
 
         Call it between calls. Unknown moments are zeros.
         """
-        spec, mine = self.specs[name], self.moments.get(name)
+        spec = self.specs[name]
         real = np.dtype(spec.accumulator.accumulator)
-        whole: Any = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
-        part, own = ((0, 0), (None,) * len(whole)) if mine is None else (self.parts[name], mine)
-        return whole, _gather_parts(whole, part, own, transport)
+        moments: Any = Moments(*(np.zeros(spec.size, dtype) for dtype in (real, real, np.dtype(np.int32), real)))
+        own = self.moments.get(name, (None,) * len(moments))
+        return moments, _gather_parts(moments, self.parts.get(name, (0, 0)), own, transport)
 
 
 def filled(moments: Moments, host: Iterable[Array | None]) -> Moments:
     """Copy arrays in host memory into moments that have them, and return these moments."""
-    for ours, theirs in zip(moments, host, strict=True):
-        if ours is not None and theirs is not None:
-            ours[:] = from_host(theirs, ours)
+    for array, values in zip(moments, host, strict=True):
+        if array is not None and values is not None:
+            array[:] = from_host(values, array)
     return moments
+
+
+def _verdict(step: AdamWStep) -> int:
+    return FINE if not step.overflows else OVERFLOW if step.finite else NOT_FINITE
 
 
 def _use_units(residual: Array, exponents: Array, new: Array) -> None:
@@ -508,20 +508,20 @@ def _broadcast(array: Array, root: int, transport: Transport) -> None:
 
 
 def _gather_parts(
-    whole: Sequence[Array], part: tuple[int, int], own: Sequence[Array | None], transport: Transport, root: int = 0
+    arrays: Sequence[Array], part: tuple[int, int], own: Sequence[Array | None], transport: Transport, root: int = 0
 ) -> Array:
     """Fill arrays in host memory with the parts of all ranks, ``root``'s first. Return where parts are. Collective.
 
     ``own``: the contents of this rank's ``part``; ``None``: zeros. Parts that earlier ranks have sent are skipped.
     """
-    known = np.zeros(len(whole[0]), bool)
+    known = np.zeros(len(arrays[0]), bool)
     for rank in ((root + i) % transport.size for i in range(transport.size)):
         bounds = np.array(part, np.int64)
         _broadcast(bounds, rank, transport)
         where = slice(*bounds.tolist())
         if known[where].all():
             continue
-        for array, values in zip(whole, own, strict=True):
+        for array, values in zip(arrays, own, strict=True):
             if rank == transport.rank and values is not None:
                 array[where] = to_host(values)
             _broadcast(array[where], rank, transport)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sparsecomm import transport
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import LazyAdamW
 from sparsecomm.optimizers.options import RULE, AdamWOptions, AdamWRule, AdamWSettings, settings_of
@@ -72,7 +71,7 @@ class SparseAdamW:
         vars(self).update(rule_options)
         self.weights = dict(interop.named(weights, "weights"))
         self._rules()
-        self._reducer = settings.reducer(self.weights, comm)
+        self._reducer = Reducer(self.weights, comm=comm, **settings.reducer_options)
         self._adamw = LazyAdamW(self.weights, self._reducer, settings.check_weights_every)
         for name, weight in self.weights.items():
             self._adamw.specs[name].tensor(weight, name, writable=True)
@@ -135,11 +134,9 @@ class SparseAdamW:
         Moments are divided among the new ranks. Those of lost ranks are replaced: first moments by zeros, and second
         moments by approximate values. You must broadcast the weights.
         """
-        self._adamw.complete()
-        units = self._adamw.units()
-        rebuilt = self._reducer.rebuild(comm, joining=joining)
-        self._adamw.rebuild(transport.transport_of(comm), rebuilt, units)
-        return rebuilt
+        if (interrupted := self._adamw.unfinished) is not None:
+            self._adamw.update(self.weights, interrupted)
+        return self._adamw.rebuild(comm, lambda: self._reducer.rebuild(comm, joining=joining))
 
     def discard(self, names: Iterable[str] | None = None) -> None:
         """Set the residuals of these weights, or of all, to zero: see `Reducer.discard`. Call it on all ranks."""
@@ -152,14 +149,12 @@ class SparseAdamW:
         """
         adamw = self._adamw
         adamw.check_complete()
-        moments: dict[str, Any] = {}
-        for name, its in adamw.moments.items():
+        fields: dict[str, Any] = {}
+        for name, moments in adamw.moments.items():
             with adamw.on_stream(name):
-                moments[name] = {
-                    field: None if array is None else to_host(array) for field, array in its._asdict().items()
-                }
-            moments[name] |= {"step": adamw.steps[name], "part": list(adamw.parts[name])}
-        return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
+                arrays = {key: None if array is None else to_host(array) for key, array in moments._asdict().items()}
+            fields[name] = {**arrays, "step": adamw.steps[name], "part": list(adamw.parts[name])}
+        return {**self._reducer.state_dict(), "moments": fields, "format": _SCHEMA.format}
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
@@ -179,13 +174,13 @@ class SparseAdamW:
                     raise InvalidInputError(f"state: moments lack {name!r}; expected moments of all weights or none")
                 part = prepared.buckets.by_name[name].part(name, rank)
                 moments[name] = read_moments(saved[name], spec, part, None if prepared.has_units else rules[name].eps)
-            steps = {name: (its.step, its.exponents) for name, its in moments.items()}
+            common = {name: (saved_moments.step, saved_moments.exponents) for name, saved_moments in moments.items()}
 
             def commit() -> None:
                 prepared.commit()
                 adamw.load(moments)
 
-            return Prepared({**prepared.common, "moments": steps}, commit)
+            return Prepared({**prepared.common, "moments": common}, commit)
 
         self._reducer.load_with(prepare, ["moments"])
 

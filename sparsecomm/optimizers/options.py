@@ -13,12 +13,9 @@ from sparsecomm.calls.nodes import NodesOption
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.options import check_options
-from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import NamedTensors
-from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
 DENSITY = 0.09  # at which a transformer trains as with dense sums: docs/reports/adamw.md
@@ -58,10 +55,6 @@ class AdamWRule:
             raise InvalidInputError(f"lr={lr!r} times weight_decay={decay!r} is {lr * decay:g}: must be below 1")
         for name, value in {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": decay}.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def values(self) -> tuple[object, ...]:
-        return tuple(getattr(self, name) for name in RULE)
 
     def table(self, t: int, dtype: np.dtype[Any]) -> tuple[Array, float]:
         """Return `coefficients` in step ``t``, with a row for each wait from 0 (treated as 1) to ``t`` steps, and eps.
@@ -126,12 +119,9 @@ class AdamWSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "check_weights_every", check_every(self.check_weights_every))
 
-    def reducer(self, tensors: NamedTensors, comm: Comm) -> Reducer:
-        """Return a reducer of gradients."""
-        return Reducer(tensors, comm=comm, **self.reducer_options)
-
     @property
     def reducer_options(self) -> dict[str, Any]:
+        """Options of the `Reducer` of gradients."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "check_weights_every"}
         return {**own, "dense_below": 0, "skip_nonfinite": True}
 

@@ -77,26 +77,25 @@ def read_moments(
         return SavedMoments(Moments(*own_arrays), int(step), exponents)
 
 
-def whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+def _whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """Return the moments of whole tensors, for any rank of another world size: see `read_moments`."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
+    slices = old[0]["slices"]
     for name, first in old[0]["moments"].items():
-        parts = [state["moments"][name] for state in old]
         if "part" not in first:  # a resharded state, or one of an older version
-            found[name] = first
+            by_name[name] = first
             continue
-        slices = old[0]["slices"]
         shape = np.shape(old[0]["residuals"][name]) if slices is None else slices[name]["shape"]
-        parts.sort(key=lambda its: its["part"])
-        whole = {
-            field: np.concatenate([np.asarray(each[field]) for each in parts]).reshape(shape)
+        parts = sorted((state["moments"][name] for state in old), key=lambda part: part["part"])
+        arrays = {
+            field: np.concatenate([np.asarray(part[field]) for part in parts]).reshape(shape)
             for field in Moments._fields
             if first[field] is not None
         }
-        found[name] = {"compensation": None, **whole, "step": first["step"]}
-    return found
+        by_name[name] = {"compensation": None, **arrays, "step": first["step"]}
+    return by_name
 
 
 STATE_FIELDS = {  # of an optimizer's state, besides those of its reducer
-    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), whole_moments)
+    "moments": per_rank("moments by name", lambda value, _: isinstance(value, dict), _whole_moments)
 }

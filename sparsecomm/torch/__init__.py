@@ -31,12 +31,10 @@ finite gradients of that step stay in the residuals, which follow the loss scale
 ranks that hold the same shards. Plain FSDP, without replicas, is refused: each rank holds a different part.
 """
 
-try:
-    import torch as _torch  # noqa: F401
-except ImportError as error:
-    from sparsecomm.errors import pip_install
+from sparsecomm.errors import needing as _needing
 
-    raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
+with _needing("PyTorch", __name__, "torch"):
+    import torch as _torch  # noqa: F401
 
 from sparsecomm.checkpoints import Checkpoint
 from sparsecomm.torch.adamw import SparseAdamW

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,22 +21,29 @@ from sparsecomm.optimizers.options import RULE, AdamWOptions, AdamWRule, AdamWSe
 from sparsecomm.optimizers.state import read_moments
 from sparsecomm.options import Unpack, with_options
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.reducer import PreparedState
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array
 from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import is_only_making_state
+from sparsecomm.torch.moments import (
+    FIELDS,
+    SeenState,
+    has_moments,
+    host_array,
+    is_usable,
+    moments_in,
+    step_tensor,
+    without_moments,
+    zeros,
+)
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
-from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
-from sparsecomm.transport import Comm, transport_of
+from sparsecomm.torch.parameters import NamedParameters, local, model_of
+from sparsecomm.transport import Comm
 
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-FIELDS = (*MOMENTS, "last_step", "compensation")  # `Moments` in a parameter's state, beside "step"
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 _ADVICE = "make a new SparseAdamW, with all groups, on all ranks"
@@ -168,7 +174,7 @@ class SparseAdamW(SparseOptimizer):
         """Return this rank's state: see `SparseOptimizer`. If residuals are kept apart, so are moments."""
         saved = super().state_dict()
         if self._residuals_apart:
-            saved["state"] = {i: _without_moments(entry) for i, entry in saved["state"].items()}
+            saved["state"] = {i: without_moments(entry) for i, entry in saved["state"].items()}
         return saved
 
     def consolidate_state_dict(self, to: int = 0) -> StateDict | None:
@@ -182,11 +188,11 @@ class SparseAdamW(SparseOptimizer):
             raise InvalidInputError(f"to={quote(to)}: must be a rank from 0 to {size - 1}")
         if exchange.reducer.pending:
             raise InvalidInputError("consolidate_state_dict in the middle of a step; call step() first")
-        found = exchange.consolidated(target)
+        states = exchange.consolidated(target)
         if exchange.reducer.transport.rank != target:
             return None
         saved = torch.optim.Optimizer.state_dict(self)
-        return {**saved, "state": {i: found.get(id(entry), entry) for i, entry in saved["state"].items()}}
+        return {**saved, "state": {i: states.get(id(entry), entry) for i, entry in saved["state"].items()}}
 
     def _load_own(self, state_dict: State, prepared: PreparedState | None = None) -> None:
         """Load groups by PyTorch, but states here: PyTorch would convert moments to the dtype of the weights.
@@ -196,19 +202,19 @@ class SparseAdamW(SparseOptimizer):
         saved, groups = copy.deepcopy((state_dict["state"], state_dict["param_groups"]))
         before = self.state
         torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": groups})
-        for ours, its in zip(self.param_groups, groups, strict=True):
-            for p, i in zip(ours["params"], its["params"], strict=True):
+        for group, saved_group in zip(self.param_groups, groups, strict=True):
+            for p, i in zip(group["params"], saved_group["params"], strict=True):
                 if entry := saved.get(i):
-                    kept = before.get(p, {}) if prepared is None and entry.keys().isdisjoint(FIELDS) else {}
-                    self.state[p] = self._exchange.usable_state(p, {**entry, **kept}, prepared)
+                    moments = before.get(p, {}) if prepared is None and entry.keys().isdisjoint(FIELDS) else {}
+                    self.state[p] = self._exchange.usable_state(p, {**entry, **moments}, prepared)
 
 
 def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[str, torch.nn.Parameter]]]:
-    """Return groups as PyTorch takes them, and all names with their parameters."""
+    """Return the groups for PyTorch, and the names and parameters of all groups."""
     if isinstance(named_parameters, Iterable) and not isinstance(named_parameters, Mapping):
         named_parameters = list(named_parameters)
     by_group, groups, named = named_parameters, [], []
-    if not (isinstance(by_group, list) and by_group and all(isinstance(each, dict) for each in by_group)):
+    if not (isinstance(by_group, list) and by_group and all(isinstance(group, dict) for group in by_group)):
         by_group = [{"params": by_group}]
     for group in by_group:
         pairs = interop.named(group.get("params"), "named_parameters")
@@ -218,7 +224,7 @@ def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[
 
 
 def _rule_of(group: Mapping[str, Any]) -> AdamWRule:
-    """Return the checked settings of a group."""
+    """Return the settings of a group, checked."""
     for name in UNSUPPORTED:
         if group.get(name):
             raise InvalidInputError(f"{name}={group[name]!r} is not supported by SparseAdamW; leave it out")
@@ -243,27 +249,20 @@ class AdamWExchange(AutogradExchange):
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
-        self._adopted: dict[str, Seen] = {}  # by name, the state that each tensor's moments share memory with
+        self._adopted: dict[str, SeenState] = {}  # by name, the state that each tensor's moments share memory with
         self._by_group: list[tuple[AdamWRule, list[int]]] = []  # rules and parameters' ids; `_rules` was made from them
         self._rules: dict[str, AdamWRule] = {}
         self._open_rules = self._rules  # of the step that was exchanged last
 
     @property
-    def reducer(self) -> Reducer:
-        reducer = super().reducer
-        if self._adamw is None:
-            self._adamw = LazyAdamW(self._contiguous(), reducer, self._check_every, self._new_state)
-        return reducer
-
-    @property
     def adamw(self) -> LazyAdamW:
         if self._adamw is None:
-            assert self.reducer
-        assert self._adamw is not None
+            self._adamw = LazyAdamW(self._contiguous(), super().reducer, self._check_every, self._new_state)
         return self._adamw
 
-    def _contiguous(self) -> dict[str, torch.Tensor]:
-        return {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
+    @property
+    def reducer(self) -> Reducer:
+        return self.adamw.reducer
 
     @property
     def optimizer(self) -> SparseAdamW:
@@ -326,7 +325,7 @@ class AdamWExchange(AutogradExchange):
             self.adamw.push(name, self._shard(name, gradient), self._open_rules[name])
 
     def _rules_of_step(self) -> dict[str, AdamWRule]:
-        """Return the rules of the open step. If none is open, those of the next one, for which this adopts states."""
+        """Adopt the optimizer's state. Return the rules of the open step, or of the next one if none is open."""
         pending = self.reducer.pending
         self.adopt_state(changeable=not pending)
         if not pending:
@@ -378,7 +377,8 @@ class AdamWExchange(AutogradExchange):
         adamw, state = self.adamw, self.optimizer.state
         for name, parameter in self.named.items():
             entry, before = state.get(parameter), self._adopted.get(name)
-            same = before is None if not entry else before is not None and before.is_in(self._seen(entry))
+            now = SeenState.of(entry, self.sharded) if entry else None
+            same = before.equals(now) if before and now else before is now
             if same and (name in adamw.moments or not self._has_units(name)):
                 continue
             if not changeable:
@@ -386,19 +386,16 @@ class AdamWExchange(AutogradExchange):
                     f"optimizer.state: the state of {name} changed after gradients were exchanged and before step(); "
                     "change it only after step(), on all ranks"
                 )
-            if entry and _has_moments(entry):
+            if entry and has_moments(entry):
                 entry |= self.usable_state(parameter, entry)
-                adamw.replace(name, _moments_in(entry), int(entry["step"]))
+                adamw.replace(name, moments_in(entry), int(entry["step"]))
             elif name in adamw.moments or self._has_units(name):
                 adamw.replace(name, None, 0)
             self._note(name)
 
-    def _has_units(self, name: str, prepared: PreparedState | None = None) -> bool:
+    def _has_units(self, name: str) -> bool:
         """Return whether units have begun, so that moments may begin with zeros."""
-        return name in self._bucket(name, prepared).begun
-
-    def _bucket(self, name: str, prepared: PreparedState | None) -> Bucket:
-        return prepared.buckets.by_name[name] if prepared else self.reducer.bucket(name)
+        return name in self.reducer.bucket(name).begun
 
     def usable_state(
         self, parameter: torch.Tensor, entry: Mapping[str, Any], prepared: PreparedState | None = None
@@ -408,77 +405,64 @@ class AdamWExchange(AutogradExchange):
         Args:
             parameter: a parameter of the optimizer.
             entry: its state, with moments of this rank's part or of the whole parameter, as of dense AdamW.
-            prepared: the state of the reducer that is loaded with it, whose whole moments replace those in ``entry``.
+            prepared: the state of the reducer that is loaded with it. If `reshard` has made this state, it contains
+                moments of whole parameters, which replace those in ``entry``.
         """
         name = self.names[id(parameter)]
-        if self.named.get(name) is not parameter or not _has_moments(entry):
+        if self.named.get(name) is not parameter or not has_moments(entry):
             return dict(entry)
-        spec, bucket = self.adamw.specs[name], self._bucket(name, prepared)
+        spec, bucket = self.adamw.specs[name], prepared.buckets.by_name[name] if prepared else self.reducer.bucket(name)
         part = bucket.part(name, self.reducer.transport.rank)
-        found = prepared.fields["moments"].get(name, {}) if prepared else {}
-        if found and "part" not in found:  # `reshard` has made them
-            entry = _without_moments(entry)
+        saved = prepared.fields["moments"].get(name, {}) if prepared else {}
+        if saved and "part" not in saved:  # `reshard` has made them
+            entry = without_moments(entry)
         else:
-            found = self._found(name, entry, tuple(found.get("part", part)))
-        eps = None if not spec.size or self._has_units(name, prepared) else self.rules()[name].eps
-        moments, count, exponents = read_moments(found, spec, part, eps)
+            saved = self._saved_moments(name, entry, tuple(saved.get("part", part)))
+        eps = None if not spec.size or name in bucket.begun else self.rules()[name].eps
+        moments, count, exponents = read_moments(saved, spec, part, eps)
         with self.adamw.on_stream(name):
             if exponents is not None:
                 bucket.begin_units(name, exponents)
-            zeros = self._zeros(name, part, self.reducer.transport.size > 1 or moments.compensation is not None)
-            unusable = {key: tensor for key, tensor in zeros.items() if not _is_usable(entry.get(key), tensor)}
-            used = {**entry, "step": _step_tensor(count), **unusable}
-            filled(_moments_in(used), moments)
+            compensated = self.reducer.transport.size > 1 or moments.compensation is not None
+            new = zeros(parameter, part[1] - part[0], compensated)
+            unusable = {key: tensor for key, tensor in new.items() if not is_usable(entry.get(key), tensor)}
+            used = {**entry, "step": step_tensor(count), **unusable}
+            filled(moments_in(used), moments)
         return used
 
-    def _found(self, name: str, entry: Mapping[str, Any], part: tuple[int, int]) -> dict[str, Any]:
+    def _saved_moments(self, name: str, entry: Mapping[str, Any], part: tuple[int, int]) -> dict[str, Any]:
         """Return a parameter's state as `read_moments` takes it: this rank's part, unless all tensors are whole."""
         before, shape = self._adopted.get(name), self.adamw.specs[name].shape
         with reading(f"optimizer.state of {name}", "the state of torch.optim.AdamW for this parameter"):
-            hosts = [_host(entry.get(key)) for key in FIELDS]
+            hosts = [host_array(entry.get(key)) for key in FIELDS]
             if hosts[2] is not None and hosts[2].dtype.kind == "f":  # dense AdamW has loaded both, and updated neither
                 hosts[2:] = None, None if hosts[3] is None else np.zeros_like(hosts[3])
-            whole = all(host is None or host.shape == shape for host in hosts)
-            if not whole:
+            are_parts = any(host is not None and host.shape != shape for host in hosts)
+            if are_parts:
                 hosts = [h.reshape(-1)[slice(*part)] if h is not None and h.shape == shape else h for h in hosts]
-            found: dict[str, Any] = dict(zip(Moments._fields, hosts, strict=True)) | ({} if whole else {"part": part})
-            step, last = float(entry["step"]), found["last"]
+            saved: dict[str, Any] = {"part": part} if are_parts else {}
+            saved |= zip(Moments._fields, hosts, strict=True)
+            step, last = float(entry["step"]), saved["last"]
             known = before is not None and before.tensors[3] is entry.get("last_step")
             if last is not None and known and step.is_integer():  # the program may have changed the step alone
                 moved = int(step) - self.adamw.steps[name]
-                found["last"] = np.where(last > 0, (last + moved).clip(0, max(0, int(step))), 0)
-            found["step"] = int(step) if step.is_integer() else step
-        return found
-
-    def _zeros(self, name: str, part: tuple[int, int], compensated: bool) -> dict[str, torch.Tensor]:
-        """Return zeros for `FIELDS`: in the parameter's shape if this rank owns all of it, otherwise flat."""
-        parameter, spec, size = self.named[name], self.adamw.specs[name], part[1] - part[0]
-        like = parameter if size == spec.size else self._local(parameter).new_empty(size)
-        real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-        dtypes = (real, real, torch.int32, real)[: 4 if compensated else 3]
-        return {key: _zeros_like(like, dtype) for key, dtype in zip(FIELDS, dtypes, strict=False)}
+                saved["last"] = np.where(last > 0, (last + moved).clip(0, max(0, int(step))), 0)
+            saved["step"] = int(step) if step.is_integer() else step
+        return saved
 
     def _note(self, name: str) -> None:
         """Note the state of a parameter, to notice when it changes."""
         self._adopted.pop(name, None)
         if entry := self.optimizer.state.get(self.named[name]):
-            self._adopted[name] = self._seen(entry)
-
-    def _seen(self, entry: Mapping[str, Any]) -> Seen:
-        tensors: list[Any] = [entry.get("step"), *map(entry.get, FIELDS)]
-        shards = [t if t is None else local(t) for t in tensors] if self.sharded else tensors
-        try:
-            return Seen(tensors, [(t.data_ptr(), t._version) for t in shards if t is not None])
-        except (AttributeError, RuntimeError):  # not a tensor, or one of inference mode
-            return Seen(tensors, [])
+            self._adopted[name] = SeenState.of(entry, self.sharded)
 
     def _new_state(self, name: str, compensated: bool) -> Moments:
         """Set a parameter's state in the optimizer to zeros, and return its moments."""
-        parameter, state = self.named[name], self.optimizer.state
-        zeros, others = self._zeros(name, self.adamw.part(name), compensated), _without_moments(state[parameter])
-        state[parameter] = {**others, "step": _step_tensor(0), **zeros}
+        parameter, state, (begin, end) = self.named[name], self.optimizer.state, self.adamw.part(name)
+        fields = zeros(parameter, end - begin, compensated)
+        state[parameter] = {**without_moments(state[parameter]), "step": step_tensor(0), **fields}
         self._note(name)
-        return _moments_in(zeros)
+        return moments_in(fields)
 
     def _write_steps(self) -> None:
         """Write the numbers of steps into the state, without a new version of the tensors."""
@@ -490,7 +474,7 @@ class AdamWExchange(AutogradExchange):
         """Make states without moments if there are none, for PyTorch to load into."""
         if not self.optimizer.state:
             for name, parameter in self.named.items():
-                self.optimizer.state[parameter] = {"step": _step_tensor(0)}
+                self.optimizer.state[parameter] = {"step": step_tensor(0)}
                 self._note(name)
 
     def on_state_loaded(self) -> None:
@@ -517,7 +501,7 @@ class AdamWExchange(AutogradExchange):
         """Load a state that `state_dict` returned, with its moments. Collective."""
 
         def prepare(undo: Undo) -> Prepared:
-            prepared, states, found = self.prepare_state(state), self.optimizer.state, dict[str, dict[str, Any]]()
+            prepared, states, loaded = self.prepare_state(state), self.optimizer.state, dict[str, dict[str, Any]]()
             if not prepared.has_units:  # an older version, whose moments are only in the optimizer's state
                 with prepared.buckets.on_current_stream():
                     for name in self.reducer.names:
@@ -526,14 +510,15 @@ class AdamWExchange(AutogradExchange):
                             bucket.use_exponents(name, self.reducer.exponents(name), bucket.part_in_slice(name)[0])
             for name, saved in prepared.fields["moments"].items():
                 fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
-                found[name] = self.usable_state(self.named[name], {**fields, "step": saved["step"]}, prepared)
+                loaded[name] = self.usable_state(self.named[name], {**fields, "step": saved["step"]}, prepared)
 
             def commit() -> None:
                 for name, parameter in self.named.items() if prepared.has_units else ():
-                    states[parameter] = {**_without_moments(states.get(parameter, {})), **found.get(name, {})}
+                    states[parameter] = {**without_moments(states.get(parameter, {})), **loaded.get(name, {})}
                 prepared.commit()
 
-            return Prepared({**prepared.common, "moments": {n: int(each["step"]) for n, each in found.items()}}, commit)
+            steps = {name: int(entry["step"]) for name, entry in loaded.items()}
+            return Prepared({**prepared.common, "moments": steps}, commit)
 
         self.load_with(prepare, ["moments"])
 
@@ -542,9 +527,7 @@ class AdamWExchange(AutogradExchange):
             self.adopt_state(changeable=not self.exchanged)
             if self.exchanged and self.reducer.last is not None:
                 self._update(self.reducer.last)  # before parts change
-        units = self.adamw.units()
-        rebuilt = super().rebuild(comm, joining=joining)
-        self.adamw.rebuild(transport_of(comm), rebuilt, units)
+        rebuilt = self.adamw.rebuild(comm, partial(super().rebuild, comm, joining=joining))
         self._write_steps()
         return rebuilt
 
@@ -552,82 +535,16 @@ class AdamWExchange(AutogradExchange):
         """Return states with whole moments on rank ``to``, by the ids of those in the optimizer. Collective."""
         self.rules()  # which checks that no parameter is missing
         self.adopt_state()
-        adamw, found = self.adamw, {}
+        adamw, transport, states = self.adamw, self.reducer.transport, dict[int, dict[str, Any]]()
         adamw.check_complete()
         for name in adamw.moments:
-            entry, spec = self.optimizer.state[self.named[name]], adamw.specs[name]
+            parameter = self.named[name]
+            entry = self.optimizer.state[parameter]
             with adamw.on_stream(name):
-                whole, _ = adamw.gather(name, self.reducer.transport)
-                if self.reducer.transport.rank == to:
-                    tensors = self._zeros(name, (0, spec.size), bool(whole.compensation.any()))
-                    filled(_moments_in(tensors), whole)
-                    step = {"step": _step_tensor(adamw.steps[name])}
-                    found[id(entry)] = {**_without_moments(entry), **tensors, **step}
-        return found
-
-
-class Seen(NamedTuple):
-    """The state of a parameter as it was seen last."""
-
-    tensors: list[Any]  # the step, and `FIELDS`
-    marks: list[tuple[int, int]]  # address and version of each tensor; PyTorch counts changes in place as versions
-
-    def is_in(self, other: Seen) -> bool:
-        """Return whether nothing has changed since."""
-        return self.marks == other.marks and all(map(operator.is_, self.tensors, other.tensors))
-
-
-def _has_moments(entry: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state has moments. Zeros before the first gradient do not count."""
-    squares = entry.get("exp_avg_sq")
-    if isinstance(squares, torch.Tensor):
-        return bool(entry.get("step", 1)) or bool(local(squares).any())
-    return any(key in entry for key in MOMENTS)
-
-
-def _moments_in(entry: Mapping[str, Any]) -> Moments:
-    """Return the moments in a parameter's state, with which they share memory."""
-    return Moments(*[None if (tensor := entry.get(key)) is None else _flat(tensor) for key in FIELDS])  # type: ignore[arg-type]
-
-
-def _without_moments(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in FIELDS}
-
-
-def _is_usable(tensor: Any, room: torch.Tensor) -> bool:
-    """Return whether steps can change a tensor of a parameter's state in place, as they can change ``room``."""
-    if not isinstance(tensor, torch.Tensor) or is_sharded(tensor) != is_sharded(room) or tensor.is_inference():
-        return False
-    shard, like = local(tensor), local(room)
-    fits = (shard.dtype, shard.device, shard.layout, shard.shape) == (like.dtype, like.device, like.layout, like.shape)
-    return fits and shard.is_contiguous() and not shard.is_neg()
-
-
-def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return contiguous zeros. NumPy allocates them in host memory, because it asks Linux for huge pages."""
-    if parameter.device.type == "cpu" and not is_sharded(parameter):
-        return torch.from_numpy(np.zeros(tuple(parameter.shape), str(dtype).removeprefix("torch.")))
-    return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _step_tensor(count: int) -> torch.Tensor:
-    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
-
-
-def _host(tensor: Any) -> Array | None:
-    """Return a tensor of a state, or this rank's shard, as an array in host memory; ``None`` if it is missing."""
-    if tensor is None:
-        return None
-    host = local(tensor).to_dense().cpu().resolve_neg()
-    return (host.float() if host.is_floating_point() and host.itemsize < 4 else host).numpy()
-
-
-def _flat(tensor: torch.Tensor) -> Array:
-    """Return a contiguous tensor, or this rank's shard, as a flat NumPy or CuPy array that shares its memory."""
-    flat = local(tensor).view(-1)
-    if flat.device.type == "cpu":
-        return flat.numpy()
-    import cupy
-
-    array: Array = cupy.from_dlpack(flat)
-    return array
+                moments, _ = adamw.gather(name, transport)
+                if transport.rank == to:
+                    tensors = zeros(parameter, adamw.specs[name].size, bool(moments.compensation.any()))
+                    filled(moments_in(tensors), moments)
+                    step = {"step": step_tensor(adamw.steps[name])}
+                    states[id(entry)] = {**without_moments(entry), **tensors, **step}
+        return states

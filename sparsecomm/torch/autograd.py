@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.options import Unpack
 from sparsecomm.reducer.options import Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, in_compiled_autograd, queue_callback
@@ -19,7 +20,6 @@ from sparsecomm.torch.parameters import NamedParameters
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
-    from typing_extensions import Unpack
 
 # The latest exchange of each parameter, which may have ended.
 _exchanges: MutableMapping[torch.Tensor, weakref.ref[AutogradExchange]] = WeakIdKeyDictionary()

@@ -30,8 +30,8 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
     """Save a checkpoint, one file per rank, like `sparsecomm.save`, which documents errors. Collective.
 
         objects = {"model": model, "optimizer": optimizer, "sparse": state}
-        found = sparsecomm.torch.load(folder, objects)
-        for epoch in range(found.step if found else 0, epochs):
+        checkpoint = sparsecomm.torch.load(folder, objects)
+        for epoch in range(checkpoint.step if checkpoint else 0, epochs):
             ...
             sparsecomm.torch.save(folder, epoch + 1, objects)
 
@@ -54,12 +54,12 @@ def load(
     Returns:
         The checkpoint, with tensors in host memory, or ``None`` if no rank sees a checkpoint.
     """
-    found = CheckpointFolder(TorchFormat(), folder, comm).load(objects, step)
-    if found is not None and found.ranks != transport_of(comm).size:
+    checkpoint = CheckpointFolder(TorchFormat(), folder, comm).load(objects, step)
+    if checkpoint is not None and checkpoint.ranks != transport_of(comm).size:
         for obj in objects.values():
             if isinstance(obj, DiLoCo):
                 obj.write_global_parameters()
-    return found
+    return checkpoint
 
 
 class TorchFormat(Format):
@@ -169,13 +169,13 @@ class Stateful:
         is_path = isinstance(self._checkpoint, (str, os.PathLike))
         reader: Any = FileSystemReader(self._checkpoint) if is_path else self._checkpoint
         saved = reader.read_metadata().state_dict_metadata
-        sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
-        found = {key: size for key, size in sizes.items() if self._parse_key(key)}
-        if not found:
+        tensors = {key.rpartition(".")[2]: tensor for key, tensor in saved.items() if hasattr(tensor, "size")}
+        sizes = {key: tensor.size for key, tensor in tensors.items() if self._parse_key(key)}
+        if not sizes:
             raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {quote([*saved])}")
         own = self._key(transport.rank, transport.size)
-        keys = [own] if own in found else list(found)
-        return {key: torch.empty(found[key], dtype=torch.uint8, device="cpu") for key in keys}
+        keys = [own] if own in sizes else list(sizes)
+        return {key: torch.empty(sizes[key], dtype=torch.uint8, device="cpu") for key in keys}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object from the tensors that `state_dict` returned and PyTorch has filled. Collective."""
@@ -186,8 +186,8 @@ class Stateful:
         sources = [own] if own in keys else [(rank, size) for rank in range(size)]
         if missing := [rank for rank, size in sources if (rank, size) not in keys]:
             raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing[0]} of {size}")
-        data = [io.BytesIO(state[keys[source]].numpy().tobytes()) for source in sources]
-        states = [torch.load(each, map_location="cpu", weights_only=True) for each in data]
+        files = [io.BytesIO(state[keys[source]].numpy().tobytes()) for source in sources]
+        states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
         self._obj.load_state_dict(states[0] if own in keys else self._format.for_world(states, *own))
 
     def _key(self, rank: int, size: int) -> str:
@@ -196,7 +196,6 @@ class Stateful:
 
     def _parse_key(self, key: str) -> tuple[int, int] | None:
         """Return the rank and the world size in a key of this object, or ``None`` for the key of another object."""
-        found = re.fullmatch(r"(.*)-rank(\d+)-of(\d+)", key, re.DOTALL)
-        if found is None or key != self._key(int(found[2]), int(found[3])):
-            return None
-        return int(found[2]), int(found[3])
+        match = re.fullmatch(r".*-rank(\d+)-of(\d+)", key, re.DOTALL)
+        rank_and_size = (int(match[1]), int(match[2])) if match else None
+        return rank_and_size if rank_and_size and key == self._key(*rank_and_size) else None

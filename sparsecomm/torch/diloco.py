@@ -103,7 +103,7 @@ class DiLoCo(Adapter):
                 self._views(), density, fragments=_names(fragments, named), outer=outer, comm=comm, **options
             )
             undo.callback(self._core.rest)
-            undo.callback(inner_optimizer.register_step_post_hook(lambda inner, *_: self._step(inner)).remove)
+            undo.callback(inner_optimizer.register_step_post_hook(lambda *_: self._step()).remove)
             self._undo = undo.pop_all()
         self._parameters.watch(inner_optimizer, *([] if self._parameters.sharded else [model]))  # FSDP swaps parameters
         self._compared = False
@@ -127,7 +127,7 @@ class DiLoCo(Adapter):
     # -- local steps ---------------------------------------------------------------------------------------------------
 
     @deferred
-    def _step(self, inner: torch.optim.Optimizer) -> None:
+    def _step(self) -> None:
         """Count a step of the inner optimizer. Before the first one is counted, compare the ranks' weights."""
         self._parameters.check_unchanged()
         if is_only_making_state():
@@ -149,11 +149,9 @@ class DiLoCo(Adapter):
 
         They are views in float32 (float64 for float64), which change with every exchange.
         """
-        found = {}
-        for name, array in self._core.global_parameters().items():
-            order = self._orders[name]
-            found[name] = from_dlpack(array).permute([order.index(d) for d in range(len(order))])
-        return found
+        inverses = {name: np.argsort(order).tolist() for name, order in self._orders.items()}
+        arrays = self._core.global_parameters()
+        return {name: from_dlpack(array).permute(inverses[name]) for name, array in arrays.items()}
 
     @torch.no_grad()
     def write_global_parameters(self) -> None:
@@ -200,13 +198,13 @@ class DiLoCo(Adapter):
         def prepare(undo: Undo) -> Prepared:
             with reading("it", "what DiLoCo.state_dict() returned"):
                 on_host = mapped(dict(state), torch.Tensor, torch.Tensor.cpu)
-            made = self._core.prepare_state(on_host, undo)
+            prepared = self._core.prepare_state(on_host, undo)
 
             def commit() -> None:
-                made.commit()
+                prepared.commit()
                 self._compared = True
 
-            return Prepared(made.common, commit)
+            return Prepared(prepared.common, commit)
 
         self._core.load_with(prepare)
 
@@ -227,10 +225,10 @@ def _memory_order(name: str, parameter: torch.Tensor) -> list[int]:
     """Return the permutation of dimensions that makes a tensor contiguous; not the identity for channels last."""
     t = local(parameter)
     strides = t.stride()
-    order = sorted(range(t.ndim), key=lambda d: (-strides[d], d))
-    for found in (list(range(t.ndim)), order):
-        if t.permute(found).is_contiguous():
-            return found
+    by_stride = sorted(range(t.ndim), key=lambda d: (-strides[d], d))
+    for order in (list(range(t.ndim)), by_stride):
+        if t.permute(order).is_contiguous():
+            return order
     raise InvalidInputError(
         f"{name}: its memory has gaps or overlaps (shape {tuple(t.shape)}, strides {strides}); give the parameter "
         "memory of its own, by parameter.data.clone()"
@@ -242,17 +240,15 @@ def _names(fragments: Any, named: dict[str, torch.Tensor]) -> Any:
     if isinstance(fragments, (nn.Module, str)) or not isinstance(fragments, Iterable):
         return fragments
     by_id = {id(parameter): name for name, parameter in named.items()}
-    found = []
-    for part in fragments:
-        if isinstance(part, nn.Module):
-            names = [by_id.get(id(parameter)) for parameter in part.parameters() if parameter.requires_grad]
-            if None in names:
+    parts = list(fragments)
+    for i, module in enumerate(parts):
+        if isinstance(module, nn.Module):
+            parts[i] = [by_id.get(id(parameter)) for parameter in module.parameters() if parameter.requires_grad]
+            if None in parts[i]:
                 raise InvalidInputError(
-                    f"fragments: {type(part).__name__} has parameters that do not belong to the model"
+                    f"fragments: {type(module).__name__} has parameters that do not belong to the model"
                 )
-            part = names
-        found.append(part)
-    return found
+    return parts
 
 
 class TorchOuter:

@@ -54,7 +54,7 @@ class Scaler(Protocol):
 
 
 class ExchangeOptions(ReducerOptions, total=False):
-    """Keyword arguments that functions pass on to `GradientExchange`; `SparseState` documents them."""
+    """Keyword arguments that functions pass on to `GradientExchange`, which documents them."""
 
     comm: Comm
     scaler: Scaler | None
@@ -85,8 +85,13 @@ class GradientExchange(TrainedParameters):
         """Check the arguments. Nothing is sent.
 
         Args:
-            named, density, comm, scaler, check_weights_every: as in `SparseState`.
-            options: those of `sparsecomm.Reducer`.
+            named: ``model.named_parameters()``.
+            comm: as in `sparsecomm.sparse_allreduce`.
+            scaler: the `torch.amp.GradScaler` in use. Residuals then follow the loss scale, and all ranks skip a step
+                in which one rank's gradient overflows.
+            check_weights_every: call `sparsecomm.check_weights` for the parameters, also frozen ones, before each step
+                whose number is a multiple of this; 0: only before the first step and the first step after
+                `load_state_dict`; ``None``: never. It must be the same on all ranks.
         """
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
@@ -116,8 +121,7 @@ class GradientExchange(TrainedParameters):
                     "this SparseState was unpickled and has no parameters yet; call "
                     "state.bind(model.named_parameters())"
                 )
-            tensors = {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
-            self._reducer.replace_tensors(tensors, self.connect())
+            self._reducer.replace_tensors(self._contiguous(), self.connect())
             self._reducer.buffers = partial(buffers_of, self.model)
             self.connected = True
         return self._reducer
@@ -128,18 +132,22 @@ class GradientExchange(TrainedParameters):
     def _local(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor) if self.sharded else tensor.detach()
 
+    def _contiguous(self) -> dict[str, torch.Tensor]:
+        """Return the parameters, or this rank's shards, as contiguous tensors that share their memory if possible."""
+        return {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
+
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return gradient_of(parameter) if self.sharded else parameter.grad
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter, or raise an error if it is unknown."""
-        found = self.names.get(id(parameter))
-        if found is None:
+        name = self.names.get(id(parameter))
+        if name is None:
             raise InvalidInputError(
                 f"a gradient belongs to a parameter of shape {tuple(parameter.shape)} that is none of the "
                 f"{len(self.names)} that were named; pass named_parameters() of this model"
             )
-        return found
+        return name
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -312,7 +320,7 @@ class GradientExchange(TrainedParameters):
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
-        self.load_with(lambda undo: self.prepare_state(state))
+        self.load_with(lambda _: self.prepare_state(state))
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
         """Load a state that has more fields, ``keys``: see `Reducer.load_with`. Collective."""
@@ -353,14 +361,7 @@ class SparseState(GradientExchange):
 
     Args:
         named_parameters: of the model, before or after DDP wraps it, without parameters that DDP ignores.
-        density: as in `sparsecomm.Reducer`.
-        comm: as in `sparsecomm.sparse_allreduce`.
-        scaler: the `torch.amp.GradScaler` in use. Residuals then follow the loss scale, and all ranks skip a step in
-            which one rank's gradient overflows.
-        check_weights_every: call `sparsecomm.check_weights` for the parameters, also frozen ones, before each step
-            whose number is a multiple of this; 0: only before the first step and the first step after
-            `load_state_dict`; ``None``: never. It must be the same on all ranks.
-        options: those of `sparsecomm.Reducer` except ``op="sum"``: DDP averages.
+        options: those of `GradientExchange` except ``op="sum"``: DDP averages.
 
     Raises:
         InvalidInputError: an argument is not supported.
@@ -464,7 +465,7 @@ class SparseState(GradientExchange):
 
     @deferred
     def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
-        """Write the means that DDP does not write: those of parameters that no rank used in this pass.
+        """Write the means of parameters that no rank used in this pass, because DDP does not write them.
 
         Such a parameter may have a gradient of an earlier pass. This pass has exchanged it again, and the residual
         holds part of it. ``before`` holds the gradients and their versions before DDP wrote some of them.
@@ -558,8 +559,8 @@ def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
         there.sort(key=lambda i: str(gradients[i].dtype))  # PyTorch sums tensors of one dtype in few launches
         groups = [[gradients[i] for i in group] for _, group in groupby(there, lambda i: gradients[i].dtype)]
         sums = [torch.stack(torch._foreach_norm(group, 1)) for group in groups]  # of magnitudes
-        for i, some in zip(there, torch.cat([each != 0 for each in sums]).tolist(), strict=True):
-            zeros[i] = not some
+        for i, is_zero_sum in zip(there, torch.cat([group == 0 for group in sums]).tolist(), strict=True):
+            zeros[i] = is_zero_sum
     return zeros
 
 

@@ -38,7 +38,7 @@ def register(
     Args:
         ddp: a DDP model before its first backward pass. Parameters that DDP ignores are not exchanged.
         comm: ``None``: the process group of ``ddp``.
-        density, scaler, check_weights_every, options: as in `SparseState`.
+        options: as in `SparseState`.
 
     Returns:
         The state, registered with ``ddp``.

@@ -62,11 +62,8 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     Args:
         optimizer: an optimizer of these parameters. Gradients of its other parameters are not exchanged.
         named_parameters: ``model.named_parameters()``.
-        density: as in `sparsecomm.Reducer`.
-        comm: as in `sparsecomm.sparse_allreduce`.
         backward_passes_per_step: the number of backward passes whose gradients add up before an exchange.
-        scaler, check_weights_every: as in `SparseState`.
-        options: those of `sparsecomm.Reducer`, with ``op="mean"`` by default.
+        options: those of `SparseState`, also ``op="sum"``.
 
     Returns:
         The optimizer. Its ``state_dict()`` contains this rank's residuals under "sparsecomm".

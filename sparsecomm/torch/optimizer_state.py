@@ -19,24 +19,24 @@ def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return convert(value)
     if isinstance(value, dict):
-        return {key: mapped(each, kind, convert) for key, each in value.items()}
+        return {key: mapped(item, kind, convert) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(mapped(each, kind, convert) for each in value)
+        return type(value)(mapped(item, kind, convert) for item in value)
     return value
 
 
-def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None]:
+def snapshot(optimizer: torch.optim.Optimizer, *known: type) -> Callable[[], None]:
     """Return a function that restores the groups, the state and the attributes of an optimizer.
 
-    `torch.optim.Optimizer.load_state_dict` replaces values without writing into them, so references suffice. A class
-    outside of ``ours`` that overrides this method may write into tensors, so these are copied.
+    `torch.optim.Optimizer.load_state_dict`, and that of the ``known`` classes, replaces values without writing into
+    them, so references suffice. Any other class that overrides the method may write into tensors, so these are copied.
     """
     state = optimizer.state
     containers: list[Any] = [vars(optimizer), state, *optimizer.param_groups]
-    containers += [each for each in state.values() if isinstance(each, dict)]
+    containers += [entry for entry in state.values() if isinstance(entry, dict)]
     saved = [(container, dict(container)) for container in containers]
-    plain = (torch.optim.Optimizer, *ours)
-    overridden = any("load_state_dict" in vars(kind) for kind in type(optimizer).__mro__ if kind not in plain)
+    others = [kind for kind in type(optimizer).__mro__ if kind not in (torch.optim.Optimizer, *known)]
+    overridden = any("load_state_dict" in vars(kind) for kind in others)
     values = [value for _, items in saved[1:] for value in items.values()] if overridden else []
     tensors = [(tensor, tensor.detach().clone()) for tensor in values if isinstance(tensor, torch.Tensor)]
 
@@ -60,19 +60,19 @@ def reorder(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: S
     if len(state["param_groups"]) != len(optimizer.param_groups):
         return state  # `load_state_dict` refuses it
     groups = []
-    for number, (ours, theirs) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
-        wanted = [names.get(id(p), "") for p in ours["params"]]
+    for number, (group, saved_group) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+        wanted = [names.get(id(p), "") for p in group["params"]]
         positions: dict[str, list[Any]] = {}
-        for key in theirs["params"]:
+        for key in saved_group["params"]:
             positions.setdefault(saved[key], []).append(key)
-        found = [name for name, keys in positions.items() for _ in keys]
-        if sorted(wanted) != sorted(found):
-            missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+        present = [name for name, keys in positions.items() for _ in keys]
+        if sorted(wanted) != sorted(present):
+            missing, unexpected = sorted(set(wanted) - set(present)), sorted(set(present) - set(wanted))
             raise InvalidInputError(
                 f"state_dict: parameter group {number} lacks {quote(missing)}; unexpected: {quote(unexpected)}; load "
                 "the state of an optimizer with the same parameters in each group"
             )
-        groups.append({**theirs, "params": [positions[name].pop(0) for name in wanted]})
+        groups.append({**saved_group, "params": [positions[name].pop(0) for name in wanted]})
     return {**state, "param_groups": groups}
 
 
@@ -85,7 +85,7 @@ def comparable(
     the keys in the state of parameters, unless all.
     """
     states = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
-    state = {n: {k: v for k, v in each.items() if keys is None or k in keys} for n, each in states.items()}
+    state = {n: {k: v for k, v in entry.items() if keys is None or k in keys} for n, entry in states.items()}
     names = {id(p): name for name, p in named.items()}
     groups = [{**group, "params": [names.get(id(p)) for p in group["params"]]} for group in optimizer.param_groups]
     foreign = [{key: value} for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]
@@ -94,9 +94,9 @@ def comparable(
 
 def _plain(value: Any) -> object:
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     plain = value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
     return value if plain else type(value).__name__
 
@@ -112,12 +112,12 @@ def try_step(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor
     stepped = set(map(id, parameters))
     for group in optimizer.param_groups:
         for p in group["params"]:
-            tensors = [each for each in optimizer.state.get(p, {}).values() if isinstance(each, torch.Tensor)]
-            whole = any(each.shape != p.shape and each.numel() != 1 for each in tensors) and id(p) in stepped
-            copies[id(p)] = copied = torch.nn.Parameter(p.detach().clone() if whole else _first(p), p.requires_grad)
+            tensors = [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
+            all_of_it = any(t.shape != p.shape and t.numel() != 1 for t in tensors) and id(p) in stepped
+            copies[id(p)] = copied = torch.nn.Parameter(p.detach().clone() if all_of_it else _first(p), p.requires_grad)
             copied.grad = torch.zeros_like(copied) if id(p) in stepped else None
-            if not whole:
-                copies |= {id(each): _first(each) for each in tensors if each.shape == p.shape}
+            if not all_of_it:
+                copies |= {id(t): _first(t) for t in tensors if t.shape == p.shape}
     trial = object.__new__(type(optimizer))
     hooks = {key: OrderedDict[Any, Any]() for key in vars(optimizer) if key.startswith("_optimizer_step")}
     attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # set by schedulers

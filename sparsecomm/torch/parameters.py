@@ -83,13 +83,13 @@ class TrainedParameters:
         self._watched = self._owned()
 
     def _owned(self) -> dict[int, torch.Tensor]:
-        found: list[torch.Tensor] = []
+        owned: list[torch.Tensor] = []
         for owner in (reference() for reference in self._owners):
             if isinstance(owner, torch.nn.Module):
-                found += owner.parameters()
+                owned += owner.parameters()
             elif owner is not None:
-                found += [p for group in owner.param_groups for p in group["params"]]
-        return {id(p): p for p in found}
+                owned += [p for group in owner.param_groups for p in group["params"]]
+        return {id(p): p for p in owned}
 
     def check_unchanged(self) -> None:
         """Check that no parameter has been unfrozen, added or removed since the beginning."""
@@ -178,10 +178,10 @@ def parameters_of(model: object) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def unwrapped_names(names: Iterable[str]) -> list[str]:
     """Return parameter names without the parts that wrappers add: `_WRAPPERS` anywhere, "module." at the start."""
-    found = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
-    while found and all(name.startswith("module.") for name in found):
-        found = [name.removeprefix("module.") for name in found]
-    return found
+    plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = [name.removeprefix("module.") for name in plain]
+    return plain
 
 
 @deferred
@@ -198,7 +198,7 @@ def broadcast_parameters(
         tensors: ``model.state_dict()`` or ``model.named_parameters()``, of any dtypes and strides; written in place.
             For a DTensor, this rank's shard is written. Objects that are not tensors are ignored.
         root: a rank of ``comm``.
-        comm: as in `DistributedOptimizer`.
+        comm: as in `sparsecomm.sparse_allreduce`.
 
     Raises:
         InvalidInputError: an argument is not supported.
@@ -274,7 +274,7 @@ def _check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: 
     if not isinstance(group, dist.ProcessGroup):
         return
     ranks = dist.get_process_group_ranks(group)
-    which = "all ranks (comm is None)" if comm is None else f"the ranks {ranks} of comm"
+    who = "all ranks (comm is None)" if comm is None else f"the ranks {ranks} of comm"
     layouts: dict[tuple[DeviceMesh, Any], str] = {}  # mesh and placements: the first parameter that has them
     for name, parameter in named.items():
         if is_sharded(parameter):
@@ -284,14 +284,14 @@ def _check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: 
         spanned = _dimensions_spanned(mesh, ranks)
         if sharded := [d for d in spanned if not placements[d].is_replicate()]:
             raise InvalidInputError(
-                f"{name} is a DTensor, sharded over {_dimension_name(mesh, sharded[0])} of its mesh: {which} hold "
+                f"{name} is a DTensor, sharded over {_dimension_name(mesh, sharded[0])} of its mesh: {who} hold "
                 "different parts of it, so their gradients cannot be summed. Pass ranks that hold the same shard: "
                 f"{_HYBRID}"
             )
         if spanned and summed:
             raise InvalidInputError(
                 f"{name} is a DTensor, replicated over {_dimension_name(mesh, spanned[0])} of its mesh: PyTorch "
-                f"already sums its gradients over {which}, densely and in each step. Leave the dimension out of the "
+                f"already sums its gradients over {who}, densely and in each step. Leave the dimension out of the "
                 f"mesh: {_HYBRID}"
             )
 
