@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -207,22 +207,23 @@ class ReducerSettings(SumSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("scope", self.scope, SCOPES)
         schedule = with_dense_steps(self.density, self.dense_steps)
         first = density_at(schedule, 0)
         checked: dict[str, object] = {
             "density": schedule if callable(schedule) else first,
             "chunk": chunk_of(self.chunk),
             "bucket_bytes": None if self.bucket_bytes is None else to_int(self.bucket_bytes, 1),
-            "dense_below": check_layout(self.scope, self.dense_below),
             "masking": to_bool("masking", self.masking),
             "skip_nonfinite": to_bool("skip_nonfinite", self.skip_nonfinite),
             "nodes": check_nodes(self.nodes),
         }
-        momentum, decay = to_float(self.momentum), to_float(self.decay)
+        momentum, decay, dense_below = map(to_float, (self.momentum, self.decay, self.dense_below))
         clip = None if self.clip is None else to_float(self.clip)
         checked |= {"momentum": momentum, "decay": decay, "clip": clip}
         bytes_valid = self.bucket_bytes is None or checked["bucket_bytes"] is not None
         for name, valid, expected in (
+            ("dense_below", dense_below >= 0 and dense_below % 1 == 0, "must be a number of elements, at least 0"),
             ("momentum", 0 <= momentum < 1, "must be at least 0 and below 1"),
             ("clip", clip is None or 0 < clip < math.inf, "must be a norm above 0, or None"),
             ("decay", 0 < decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
@@ -240,6 +241,7 @@ class ReducerSettings(SumSettings):
             if self.nodes not in ("auto", False):
                 raise InvalidInputError(f"algorithm={self.algorithm!r} does not work with nodes=; remove one of them")
             checked["nodes"] = False
+        checked["dense_below"] = int(dense_below)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -259,7 +261,7 @@ class ReducerSettings(SumSettings):
         if algorithm == "auto":
             counts = self.op == MEAN_OF_CONTRIBUTORS
             algorithm = "fastest" if counts or self.chunk_length is not None else ALGORITHM
-            if algorithm is ALGORITHM and wire == "auto" and dtype != "float64":
+            if algorithm == ALGORITHM and wire == "auto" and dtype != "float64":
                 wire = WIRE
         return SumSettings(algorithm=algorithm, op=self.op, wire=wire)
 
@@ -277,12 +279,3 @@ class ReducerOptions(SumOptions, total=False):
     decay: float
     nodes: NodesOption
     on_step: OnStep | None
-
-
-def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
-    """Check the options of `sparsecomm.reducer.connection.layout`, and return ``dense_below`` as an int."""
-    check_choice("scope", scope, scopes)
-    elements = to_float(dense_below)
-    if not (elements >= 0 and elements.is_integer()):
-        raise InvalidInputError(f"dense_below={quote(dense_below)}: must be a number of elements, at least 0")
-    return int(elements)
