@@ -143,7 +143,8 @@ def sparse_adamw(
             # By its text, a float32 of 0.1 becomes 0.1, and not the float64 next to the float32.
             rate, *betas, epsilon, decay = (float(str(np.asarray(next(values)))) if n is None else n for n in fixed)
             shared = {"lr": rate, "betas": betas, "eps": epsilon, **rule_options}
-            rules = [AdamWRule(**shared, weight_decay=decay * on) for on in decays]
+            rule_by_mask = {on: AdamWRule(**shared, weight_decay=decay * on) for on in {*decays}}
+            rules = [rule_by_mask[on] for on in decays]
             optimizer = on_host(transport_of(comm), *specs)
             return jax.tree.leaves(optimizer.step(grads, weights, SparseAdamWState(*old), rules))
 

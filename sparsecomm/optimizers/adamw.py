@@ -91,7 +91,7 @@ class LazyAdamW:
         self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
         self._weights: Mapping[str, Tensor] = {}  # weights and rules of the open step
         self._rules: Mapping[str, AdamWRule] = {}
-        self._tables: dict[tuple[AdamWRule, np.dtype[Any], int], tuple[Array, float]] = {}  # of the open step
+        self._tables: dict[tuple[int, np.dtype[Any], int], tuple[Array, float]] = {}  # of the open step
         reducer.own(self)
         self.adopt({}, {})
 
@@ -136,7 +136,8 @@ class LazyAdamW:
 
         Args:
             gradients: by name; ``None`` or a missing name: no gradient. Gradients pushed already are skipped.
-            weights, rules: by name. Do not change them until `update` returns.
+            weights, rules: by name. Do not change them until `update` returns. Equal rules should be one object, whose
+                coefficients are then computed once.
             replicated: the tensors that must be equal on all ranks, besides the units.
             scale: a factor of the gradients.
 
@@ -271,7 +272,7 @@ class LazyAdamW:
         stepped = []
         for spec, begin, end, at in parts:
             name, rule, real = spec.name, self._rules[spec.name], np.dtype(spec.accumulator.accumulator)
-            key = rule, real, self.steps[name] + 1
+            key = id(rule), real, self.steps[name] + 1
             if key not in self._tables:
                 self._tables[key] = rule.table(key[2], real)
             table, eps = self._tables[key]

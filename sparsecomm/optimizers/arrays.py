@@ -70,6 +70,7 @@ class SparseAdamW:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         vars(self).update(rule_options)
         self.weights = dict(interop.named(weights, "weights"))
+        self._shared_rule = AdamWRule()
         self._rules()
         self._reducer = Reducer(self.weights, comm=comm, **settings.reducer_options)
         self._adamw = LazyAdamW(self.weights, self._reducer, settings.check_weights_every)
@@ -119,12 +120,17 @@ class SparseAdamW:
             return AdamWRule(**{**own, "weight_decay": weight_decay})
 
         if not isinstance(decay, Mapping):
-            return dict.fromkeys(self.weights, rule(decay))
+            shared = rule(decay)
+            if self._shared_rule != shared:
+                self._shared_rule = shared
+            return dict.fromkeys(self.weights, self._shared_rule)
         if unknown := [name for name in decay if name not in self.weights]:
             raise InvalidInputError(
                 f"weight_decay: {listed(unknown)} are no names of the weights, {listed(self.weights)}"
             )
-        return {name: rule(decay.get(name, 0.0)) for name in self.weights}
+        rules = {name: rule(decay.get(name, 0.0)) for name in self.weights}
+        distinct = {own_rule: own_rule for own_rule in rules.values()}
+        return {name: distinct[own_rule] for name, own_rule in rules.items()}
 
     # -- other ranks, and state ---------------------------------------------------------------------------------------
 
