@@ -1,7 +1,7 @@
 """Train GPT-2 with 124 million weights by dense AdamW and by SparseAdamW, with all ranks on one GPU.
 
     python -m bench.gpu_training --out bench/results/gpu-training.jsonl
-    python -m bench.gpu_training --minutes 4 --out gpu-training.jsonl     # repeat it until both trainings are complete
+    python -m bench.gpu_training --minutes 4 --out gpu-training.jsonl     # repeat it until both runs are complete
     python -m bench.gpu_training --report gpu-training.jsonl
     python -m bench.gpu_training --tiny --device cpu
 

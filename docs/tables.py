@@ -202,8 +202,8 @@ def slow_links_losses() -> list[list[str]] | str:
     return [["exchange of pseudo-gradients", *(f"final loss, H = {H}" for H in every)], *rows] if rows else ""
 
 
-def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, dict[int, dict[str, float]]]]:
-    """Return the trainings of bench/experiments/adamw_rules.py at the best rate: its value, and the outcomes by seed.
+def _adamw_runs() -> dict[tuple[str, float, int, str, str], tuple[float, dict[int, dict[str, float]]]]:
+    """Return the runs of bench/experiments/adamw_rules.py at the best rate: its value, and the outcomes by seed.
 
     Keys are the model, beta2, P, the way and its settings. Rates with fewer seeds only served to find the best.
     """
@@ -232,8 +232,8 @@ def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, di
 
 
 def _adamw_rows(*, betas: bool) -> list[list[str]]:
-    """Return rows of trainings: with ``betas`` of dense and SparseAdamW; else of all ways, P = 8, beta2 = 0.95."""
-    best = _adamw_trainings()
+    """Return rows of runs: with ``betas`` of dense and SparseAdamW; else of all ways, P = 8, beta2 = 0.95."""
+    best = _adamw_runs()
     dense = {key[:2] + key[4:]: found for key, (_, found) in best.items() if key[3] == "dense"}
     compared = {(model, beta2) for model, beta2, _, way, _ in best if way == "sparse_adamw"}
     rows = []
@@ -261,7 +261,7 @@ def _adamw_rows(*, betas: bool) -> list[list[str]]:
 
 
 def gpt2() -> list[list[str]]:
-    """Return the trainings of bench/gpt2.py: dense and SparseAdamW side by side, each at its best rate."""
+    """Return the runs of bench/gpt2.py: dense and SparseAdamW side by side, each at its best rate."""
     groups: dict[tuple[int, float, str], dict[float, dict[int, dict[str, float]]]] = {}
     for line in (RESULTS / "gpt2.jsonl").read_text().splitlines():
         setting, outcome = (json.loads(line)[key] for key in ("setting", "outcome"))
@@ -284,7 +284,7 @@ def gpt2() -> list[list[str]]:
 
 
 def few_bits() -> list[list[str]]:
-    """Return the trainings of the LSTM by bench/experiments/convergence with few bits, each at its best rate."""
+    """Return the runs of the LSTM by bench/experiments/convergence with few bits, each at its best rate."""
     names = {"allgather": "Top-k (`allgather`)"}
     groups: dict[tuple[int, str, str, float, float], dict[tuple[float, float], dict[int, dict[str, Any]]]] = {}
     dense: dict[int, float] = {}

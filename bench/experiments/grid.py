@@ -1,4 +1,4 @@
-"""Grids of trainings: every combination of some settings, a file of outcomes, and a table of them."""
+"""Grids of training runs: every combination of some settings, a file of outcomes, and a table of them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Grid(Generic[T]):
         parser = report.parser(description)
         fields = f"fields of {self.kind.__name__} in the module"
         parser.add_argument("settings", nargs="*", metavar="NAME=VALUE,...", help=fields)
-        parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+        parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
         parser.add_argument("--out", type=Path, default=Path(file), help="the file of outcomes (%(default)s)")
         parser.add_argument("--report", type=Path, help="train nothing: print the tables of this file")
         options = parser.parse_args()

@@ -5,7 +5,7 @@
 
 P workers train a small transformer on English text, each on its own share of the data, by AdamW, on simulated ranks
 with `sparsecomm.LocalSteps` and its defaults. A local step takes ``--speeds`` units of virtual time; exchanges
-take none. Workers take equally many local steps, or local steps by speed. Both trainings have the same number of rounds
+take none. Workers take equally many local steps, or local steps by speed. Both runs have the same number of rounds
 and, with the default numbers, of local steps "in all"; with other numbers a worker may take one more or less per round.
 "Computing" is the share of the time in which the average worker does not wait. The last line is the difference of the
 losses over the seeds: negative if local steps by speed reach a lower loss.

@@ -1,6 +1,6 @@
-"""The parts that all trainings share: a model with its batches, and one worker of a training with local steps.
+"""The parts that all runs share: a model with its batches, and one worker of a run with local steps.
 
-Importing it limits NumPy, PyTorch and sparsecomm to one thread: trainings run beside each other.
+Importing it limits NumPy, PyTorch and sparsecomm to one thread: runs share the machine.
 """
 
 from __future__ import annotations

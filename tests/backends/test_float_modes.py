@@ -174,7 +174,7 @@ def huge(n: int, dtype: str, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("numbers", [small, huge])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", ["queue", "dense", "momentum", "clip", "skip", "adamw", "local", "outer"])
-def test_trainings(way: str, mode: str, numbers: Callable[[int, str, int], np.ndarray]) -> None:
+def test_training(way: str, mode: str, numbers: Callable[[int, str, int], np.ndarray]) -> None:
     options: dict[str, Any] = {
         "momentum": {"momentum": 0.9, "decay": 0.7},
         "clip": {"clip": 1e-3, "op": "mean_of_contributors"},

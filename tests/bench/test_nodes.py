@@ -65,7 +65,7 @@ def test_bytes_memory_and_work_of_simulated_ranks(tmp_path: Path) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize("what", ["steps", exhaustive("bytes")])
-def test_trainings_on_ranks(what: str, tmp_path: Path) -> None:
+def test_training_on_ranks(what: str, tmp_path: Path) -> None:
     stem = tmp_path / "nodes"
     status, said = mpirun(2, "-m", "bench.nodes", what, "--width", "64", "--steps", "2", "--write", str(stem))
     assert status == 0, said

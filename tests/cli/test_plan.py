@@ -66,7 +66,7 @@ def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.Captur
         assert (row["nats_above_dense"] is None) == (row["seconds_at_equal_loss"] is None)
         assert row["nats_above_dense"] is None or row["nats_above_dense"] >= 0  # less than dense is never promised
     assert f"sync_every={rows[content['taken']]['sync_every']}" in shown
-    assert content["advice"][0] == "Sparse sums pay here."
+    assert content["advice"][0] == "Sparse sums pay off here."
     assert all(line in shown for line in content["advice"])
     assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -204,7 +204,7 @@ def test_without_matplotlib_the_table_is_printed(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", *FAR, "--plot", str(tmp_path / "plan.png")]) == 1
     shown = capsys.readouterr()
-    assert "Sparse sums pay here." in shown.out
+    assert "Sparse sums pay off here." in shown.out
     assert re.search(r"--plot needs matplotlib .*: pip install .*\[bench\]", shown.err)
 
 
@@ -222,7 +222,9 @@ def test_what_is_taken(network: Network, step: float, expected: set[str]) -> Non
     taken = best(network, Training(4, 30_800_000, step))
     assert taken.method in expected
     said = methods.advice(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
-    assert said[0] == ("Sparse sums do not pay here." if taken.method == methods.DENSE else "Sparse sums pay here.")
+    assert said[0] == (
+        "Sparse sums do not pay off here." if taken.method == methods.DENSE else "Sparse sums pay off here."
+    )
     assert ("The simplest change: SparseAdamW" in " ".join(said)) == (taken.H > 1)
     assert all(len(line) <= 100 or line.startswith("    ") for line in said)
 

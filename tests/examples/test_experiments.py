@@ -1,4 +1,4 @@
-"""The experiments: trainings learn, NumPy's rules are the library's, and tables show the results in the files."""
+"""The experiments: models learn, NumPy's rules are the library's, and tables show the results in the files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
 
 
-def test_sparse_trainings_learn_and_tables_and_a_plot_show_them(forks: Run, tmp_path: Path) -> None:
+def test_sparse_training_learns_and_tables_and_a_plot_show_them(forks: Run, tmp_path: Path) -> None:
     status, said = forks(*CONVERGENCE, "--simulated", 2, *GRID, "--out", tmp_path / "all")
     assert status == 0, said
     names = "model", "ranks", "method", "density", "seed"

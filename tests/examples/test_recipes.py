@@ -129,7 +129,7 @@ for folder, epochs in zip(words[::2], words[1::2]):
 
 @pytest.mark.slow
 def test_recipe_over_mpi(tmp_path: Path) -> None:
-    """Three runs in one process, since imports take longer than the trainings."""
+    """Three runs in one process, since imports take longer than the training."""
     needs("torch", "sklearn")
     runs = [(tmp_path / "whole", EPOCHS), (tmp_path / "again", 1), (tmp_path / "again", EPOCHS)]
     words = [str(word) for each in runs for word in each]

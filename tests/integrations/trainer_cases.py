@@ -99,7 +99,7 @@ contract(OfTrainer())
 
 @case(kind=[*KINDS, "created"])
 def twice(folder: Path, kind: str) -> None:
-    """As two trainings that are one: the optimizer, the model and the residuals stay."""
+    """As two runs that are one: the optimizer, the model and the residuals stay."""
     trainer = made(folder, kind, 3, save_strategy="no")
     trainer.train()
     first, kept = trainer.sparse.sparse, residuals(trainer.sparse.sparse)

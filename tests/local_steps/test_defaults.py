@@ -51,7 +51,7 @@ def test_what_trains_worse_must_be_faster_by_as_much() -> None:
     """H = 30 came to 1.649 nats and to 1.552; dense sums with half of the steps were 0.228 nats worse."""
     assert auto_algorithm(1) == AUTO
     assert repr(auto_algorithm(30)) == f"split:2*{2 ** ((1.649 - 1.552) / (1.714 - 1.486)):.2f}|allgather"
-    assert auto_algorithm(10**6) == auto_algorithm(100)  # beyond all trainings
+    assert auto_algorithm(10**6) == auto_algorithm(100)  # beyond all runs
 
 
 @pytest.mark.parametrize(("H", "P", "rate", "rtt"), [(30, 8, 1e8, 0.0), (30, 4, 1e9, 0.0), (10, 8, 1e9, 0.08)])

@@ -1,4 +1,4 @@
-"""Random lives of trainings: events that programs make between and within steps, on 2, 3 or 4 ranks; 4 in two nodes.
+"""Random training runs: events that programs make between and within steps, on 2, 3 or 4 ranks; 4 in two nodes.
 
 A life has a front end (`SparseAdamW` with and without overlap, `register`, `DistributedOptimizer`, `DiLoCo`, arrays and
 JAX), options and a list of events: ranks without batches, warm-ups from learning rate 0, frozen, unfrozen, added and

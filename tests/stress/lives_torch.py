@@ -140,7 +140,7 @@ class TorchLife:
                     group["lr"] = RATES[i % 2] * self.life.factor(step)
 
     def on_way(self, event: Event) -> bool:
-        """Change both trainings in a way, if the oracle has what it takes."""
+        """Change both runs in a way, if the oracle has what it takes."""
         name, sample = event.value, self.both[0]
         if name in GROUPS and (len(sample.groups) != 2 or min(map(len, sample.named_groups())) < 2):
             return False

@@ -1,14 +1,14 @@
 """Local steps for an hour, over links that lose packets and stall for seconds now and then.
 
-The relay of `bench.slow_network` has single links stand still, and is stopped itself at random times, now and then for
-longer than the timeout. (With ``--no-network`` a rank is stopped instead.) Of two trainings the exchanges of one block,
-and those of the other go on beside the steps. All sums are exact. What must hold:
+The relay of `bench.slow_network` makes single links stall, and is itself stopped at random times, sometimes for longer
+than the timeout. (With ``--no-network``, a rank is stopped instead.) Two runs alternate: the exchanges of the first
+block, and the exchanges of the second run in the background. All sums are exact. What must hold:
 
-- what ranks pushed is what was applied and what waits in residuals, and global parameters are the same on all ranks;
-- a stall shorter than the timeout raises nothing. A longer one raises `TimeoutError` that names another rank, and
-  `TransportError` elsewhere; then `realign` and `rebuild` let the ranks go on. Where some ranks have applied a round in
-  which others raised, `rebuild` makes global parameters equal, and sums are counted anew;
-- no rank waits for ever, and memory, descriptors and threads do not grow.
+- everything that ranks pushed was applied or is in residuals, and global parameters are the same on all ranks;
+- a stall shorter than the timeout raises nothing. A longer one raises `TimeoutError`, which names another rank, and
+  `TransportError` on other ranks. `realign` and `rebuild` then let the ranks continue. If some ranks applied a round in
+  which others raised, `rebuild` makes global parameters equal, and the count of sums starts again;
+- no rank waits forever, and memory, descriptors and threads do not grow.
 """
 
 from __future__ import annotations

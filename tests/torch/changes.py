@@ -1,4 +1,4 @@
-"""Changes that programs make to an optimizer between two steps, and trainings with them.
+"""Changes that programs make to an optimizer between two steps, and runs with them.
 
 `WAYS` are found in other people's code: resets and pruning as in ReLoRA, dormant neurons, shared memory as in A3C,
 offloading as in trainers of large models, averages of weights, snapshots, and schedulers of settings. The oracle is
@@ -366,7 +366,7 @@ OTHERS = {
 WAYS: dict[str, Way] = RESETS | PARTS | MEMORY | CHECKPOINTS | SETTINGS | GROUPS | WEIGHTS | OTHERS
 
 
-# -- trainings --------------------------------------------------------------------------------------------------------
+# -- training runs ----------------------------------------------------------------------------------------------------
 
 
 def gradients(step: int, rank: int) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ def made(way: str, comm: Any = None) -> tuple[nn.Module, Any]:
 
 
 def stepped(*steps: int, trainings: list[tuple[nn.Module, Any]]) -> None:
-    """Make these steps in all trainings, which end alike: weights, and the sums of residuals."""
+    """Make these steps in all runs, which end alike: weights, and the sums of residuals."""
     for step in steps:
         for model, optimizer in trainings:
             optimizer.zero_grad()

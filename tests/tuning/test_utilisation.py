@@ -239,7 +239,7 @@ def test_work_and_messages_inside_a_node() -> None:
 # -- what trains ------------------------------------------------------------------------------------------------------
 
 
-def test_losses_are_those_of_the_trainings_and_take_more_steps() -> None:
+def test_losses_are_those_of_the_runs_and_take_more_steps() -> None:
     for algorithm, points in TRAINED.items():
         for H, loss in points:
             assert nats(algorithm, H) == pytest.approx(loss)

@@ -6,7 +6,7 @@
 
 A convolutional network learns handwritten digits, and an LSTM learns English text (`bench.experiments.tasks`), each
 with dense gradients, by Top-k, and by gTop-k in several ways, from the same weights, on the same batches, for the same
-number of steps, with the hyper-parameters that suit dense best. Sparse trainings use a warm-up and momentum correction,
+number of steps, with the hyper-parameters that suit dense best. Sparse runs use a warm-up and momentum correction,
 as in Deep Gradient Compression (Lin et al., ICLR 2018), and select from the whole model, as in gTop-k (Shi et al.,
 ICDCS 2019).
 
@@ -60,10 +60,10 @@ def parse() -> argparse.Namespace:
     add("--steps", type=count, help="of each training, instead of the model's own number")
     add("--steps-times", nargs="+", type=count, default=[1], metavar="N", help="N times as many steps")
     add("--simulated", nargs="+", type=count, default=[4], metavar="P", help="ranks, in one process (4)")
-    add("--jobs", type=count, default=1, help="trainings at a time")
+    add("--jobs", type=count, default=1, help="runs at a time")
     add("--out", default="convergence", help="where to write, without .json")
     add("--report", nargs="+", type=Path, metavar="FILE", help="train nothing: merge these files")
-    add = parser.add_argument_group("sparse trainings; all combinations are trained").add_argument
+    add = parser.add_argument_group("sparse runs; all combinations are trained").add_argument
     add(
         "--momentum",
         nargs="+",
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings(options: argparse.Namespace, note: Callable[[str], None]) -> list[Setting]:
-    """Return all trainings, seed by seed, so that an interrupted run has something to compare."""
+    """Return all runs, seed by seed, so that an interrupted command has something to compare."""
     wanted = []
     for model, P, times, method in product(options.models, options.simulated, options.steps_times, options.methods):
         steps = times * (options.steps or TASKS[model].steps)

@@ -1,4 +1,4 @@
-"""The results of many trainings in one file, and their summary over seeds."""
+"""The results of many training runs in one file, and their summary over seeds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The trainings of a setting, and dense ones of the same model, ranks and steps to compare with, by seed."""
+    """The runs of a setting, and dense ones of the same model, ranks and steps to compare with, by seed."""
 
     setting: Setting  # with seed 0
     seeds: dict[int, Training]
@@ -85,7 +85,7 @@ class Outcome:
         return max(scores) - min(scores) if scores else math.nan
 
     def mean(self, number: Callable[[Training], float]) -> float:
-        """Return the mean of a function of the trainings."""
+        """Return the mean of a function of the runs."""
         return float(np.mean([number(training) for training in self.seeds.values()]))
 
 
@@ -93,7 +93,7 @@ class Results:
     """Trainings by setting, where a newer one replaces an older one, and descriptions of the runs that made them."""
 
     def __init__(self, *paths: Path) -> None:
-        """Read the trainings of several files."""
+        """Read the runs of several files."""
         self.trainings: dict[Setting, Training] = {}
         self.runs: list[dict[str, Any]] = []
         try:

@@ -17,7 +17,7 @@ Rows = Iterable[Sequence[str]]
 
 
 def tables(results: Results) -> list[Table]:
-    """Return the tables for which there are trainings."""
+    """Return the tables for which there are runs."""
     outcomes = results.outcomes()
     made = [everything(outcomes), at_their_best(outcomes)]
     if any(len({o.setting.steps for o in of_model}) > 1 for of_model in grouped(outcomes, lambda s: s.model).values()):

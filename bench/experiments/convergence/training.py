@@ -36,7 +36,7 @@ METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 MOMENTUM = 0.9
 WARMUP = 0.1  # of all steps: four stages from density 0.25 on
-RULE = 2  # version of error feedback and masking; a change invalidates all sparse trainings
+RULE = 2  # version of error feedback and masking; a change invalidates all sparse runs
 EVALUATIONS = 20
 
 # The network of the virtual seconds, and the model whose messages are timed.
@@ -54,7 +54,7 @@ class Setting:
     density: float  # after the warm-up; 1.0 for dense gradients
     seed: int
     steps: int
-    momentum: float = MOMENTUM  # of sparse trainings; dense ones use `MOMENTUM`
+    momentum: float = MOMENTUM  # of sparse runs; dense ones use `MOMENTUM`
     rate: float = 1.0  # factor on the task's learning rate
     wire: str = "packed"
     warmup: float = WARMUP  # share of the steps in which the density falls

@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     per_node = "ranks on each node, such as the GPUs of a machine, which share its link (1)"
     network.add_argument("--ranks-per-node", type=options.count, metavar="M", help=per_node)
     network.add_argument("--rate", type=options.rate, help="rate of a node's link, each way: 50mbit, 1gbit")
-    trip = "round trip between nodes: 80ms (0.2 ms from 100mbit, as in a local network; else 30 ms)"
+    trip = (
+        "round trip between nodes: 80ms (default: 0.2 ms at 100mbit and more, as in a local network; otherwise 30 ms)"
+    )
     network.add_argument("--rtt", type=options.seconds, metavar="TIME", help=trip)
     network.add_argument("--loss", type=options.loss, metavar="PART", help="packet loss: 0.1%% or 0.001 (0)")
     control = "TCP congestion control: cubic slows down after a loss, bbr does not (cubic)"

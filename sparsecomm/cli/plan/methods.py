@@ -183,7 +183,7 @@ def advice(chosen: Way, table: Sequence[Way], training: Training, network: Netwo
     pays = chosen.method in (ADAMW, SGD, LOCAL, DELAYED)
     instead = f", instead of {' and '.join(others)}" if others else ""
     what = _WHAT[chosen.method].format(H=chosen.H, density=number_text(chosen.exchange.density))
-    verdict = "Sparse sums pay here." if pays else "Sparse sums do not pay here."
+    verdict = "Sparse sums pay off here." if pays else "Sparse sums do not pay off here."
     take = f"Use {what}: ranks compute {_utilisation(chosen)} of the time{instead}."
     if chosen.H > 1:
         way = min((way for way in table if way.method in (ADAMW, SGD)), key=_seconds)
