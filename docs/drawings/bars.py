@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.drawings.svg import Canvas
+from sparsecomm.quantities import number_text
 
 __all__ = ["bits_per_change", "selection_on_a_gpu", "step_of_adamw"]
 
@@ -64,6 +65,6 @@ def _bars(title: str, rows: Sequence[tuple[str, float, str]], unit: str) -> str:
         y = 44 + _ROW * number
         canvas.text(_LABELS - 10, y + 16, label, "small end")
         canvas.box(_LABELS, y, value / longest * _LENGTH, _ROW - 8, kind, 2)
-        shown = f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+        shown = number_text(value, 3 if value >= 100 else 2)
         canvas.text(_LABELS + value / longest * _LENGTH + 6, y + 16, f"{shown} {unit}", "small")
     return canvas.svg(_LABELS + _LENGTH + 80, 52 + _ROW * len(rows))
