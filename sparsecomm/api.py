@@ -156,8 +156,8 @@ def explain(
     settings.check(dtype)
     transport = transport_of(comm)
     costs = costs_of(transport)
-    found, _ = find_nodes(transport, check_nodes(nodes))
-    m = 1 if found is None else found.per_node
+    groups, _ = find_nodes(transport, check_nodes(nodes))
+    m = 1 if groups is None else groups.per_node
     count, shared = count_of(k, size), costs.costs.shared_by(m)
     query = settings.query(transport, -(-size // m), -(-count // m), DTYPES[dtype].accumulator.itemsize, m)
     return Explanation(query, shared, costs.source, candidates(query, shared), m)

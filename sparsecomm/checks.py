@@ -49,8 +49,8 @@ def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | N
         return value if min_value <= value <= max_value else None
     if isinstance(value, numbers.Integral) and is_real(value):
         with suppress(*ARGUMENT_ERRORS):
-            found = operator.index(value)
-            return found if min_value <= found <= max_value else None
+            number = operator.index(value)
+            return number if min_value <= number <= max_value else None
     return None
 
 

@@ -13,7 +13,7 @@ decided. After a failed call, the residual is ``decay * residual + x``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -39,7 +39,18 @@ class Chunks(NamedTuple):
     def total(self, size: int) -> int:
         """Return the number of entries selected from ``size`` nonzero elements."""
         sizes = [end - begin for begin, end in pairwise(self.offsets or (0, size))]
-        return sum(each // self.length * self.k + min(self.k, each % self.length) for each in sizes)
+        return sum(elements // self.length * self.k + min(self.k, elements % self.length) for elements in sizes)
+
+
+def concatenate_ranges(
+    backend: Backend, parts: Iterable[SparseVector], begins: Sequence[int], size: int, shape: tuple[int, ...]
+) -> SparseVector:
+    """Concatenate the entries of ranges of a tensor. ``begins``: where the ranges begin. ``size``, ``shape``: of it."""
+    dtype, moved = index_dtype(size), []
+    for part, begin in zip(parts, begins, strict=True):
+        indices = part.indices.astype(dtype, copy=False) + dtype.type(begin)
+        moved.append(SparseVector.trusted(indices, part.values, size, shape))
+    return backend.concatenate_entries(moved)
 
 
 class Contribution:
@@ -94,9 +105,9 @@ class Contribution:
 
     @property
     def taken(self) -> SparseVector | None:
-        return self._joined(self.backend)
+        return self._taken(self.backend)
 
-    def _joined(self, backend: Backend) -> SparseVector | None:
+    def _taken(self, backend: Backend) -> SparseVector | None:
         if self._parts and len(self._parts) > 1:
             self._parts = [backend.concatenate_entries(self._parts)]
         return self._parts[0] if self._parts else None
@@ -118,10 +129,10 @@ class Contribution:
     def _substituted(self, taken: Sequence[SparseVector]) -> bool:
         """Return whether a substitute has taken the place of the residual. The entries must be selected again."""
         substitute, self._substitute = self._substitute, None
-        if substitute is None or (found := substitute(taken)) is None:
+        if substitute is None or (tensor := substitute(taken)) is None:
             return False
         self.rollback()
-        self._residual, self._chunks = found, None
+        self._residual, self._chunks = tensor, None
         return True
 
     def with_selection(self, entries: SparseVector) -> Contribution:
@@ -176,7 +187,7 @@ class Contribution:
         first = backend.take_topk(dense, k)
         if residual is not None:
             self._replacement = part, backend.memory_of(dense)
-        return self.concatenate([first], [begin])
+        return self._concatenate([first], [begin])
 
     def record_dropped(self, entries: SparseVector) -> None:
         """Record entries that this rank has dropped: rejected by a merge, or lost in rounding."""
@@ -207,7 +218,7 @@ class Contribution:
             else:
                 backend.scatter_add(residual, entries)
             self._committed += 1
-        if rejects and self._committed == len(self._dropped) + 1 and (taken := self._joined(backend)) is not None:
+        if rejects and self._committed == len(self._dropped) + 1 and (taken := self._taken(backend)) is not None:
             backend.scatter_add_where(residual, taken, result, False)
         self._committed = len(self._dropped) + 2
 
@@ -257,15 +268,10 @@ class Contribution:
             parts.append(backend.topk_by_chunk(part, k, length, None))
             backend.clear(part, parts[-1])
             self._removed.append((part, parts[-1]))
-        return parts[0] if len(parts) == 1 else self.concatenate(parts, offsets[:-1])
+        return parts[0] if len(parts) == 1 else self._concatenate(parts, offsets[:-1])
 
-    def concatenate(self, parts: list[SparseVector], offsets: Sequence[int]) -> SparseVector:
-        """Concatenate entries of ranges of the gradient. ``offsets``: where the ranges begin."""
-        index, moved = index_dtype(self.size), []
-        for part, offset in zip(parts, offsets, strict=True):
-            indices = part.indices.astype(index, copy=False) + index.type(offset)
-            moved.append(SparseVector.trusted(indices, part.values, self.size, self.shape))
-        return self.backend.concatenate_entries(moved)
+    def _concatenate(self, parts: Sequence[SparseVector], begins: Sequence[int]) -> SparseVector:
+        return concatenate_ranges(self.backend, parts, begins, self.size, self.shape)
 
     def _range(self, begin: int, end: int) -> Tensor:
         """Return a range of the residual, after gradients were added, or of the gradient if there is no residual."""

@@ -30,8 +30,8 @@ def shrink(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
         TransportError: this MPI cannot continue after a rank has died, or it failed.
         TimeoutError: a surviving rank did not call it within ``SPARSECOMM_TIMEOUT`` seconds.
     """
-    membership, found = _mpi(comm, "shrink")
-    smaller: MPI.Intracomm = membership.shrink(found)
+    membership, usable = _mpi(comm, "shrink")
+    smaller: MPI.Intracomm = membership.shrink(usable)
     return smaller
 
 
@@ -54,8 +54,8 @@ def grow(comm: MPI.Intracomm | None = None, count: int = 1, command: Sequence[st
     number = to_int(count, 1)
     if number is None:
         raise InvalidInputError(f"count={count!r}: expected a number of processes of at least 1")
-    membership, found = _mpi(comm, "grow")
-    larger: MPI.Intracomm = membership.grow(found, number, command or [sys.executable, *sys.orig_argv[1:]])
+    membership, usable = _mpi(comm, "grow")
+    larger: MPI.Intracomm = membership.grow(usable, number, command or [sys.executable, *sys.orig_argv[1:]])
     return larger
 
 
@@ -65,8 +65,8 @@ def join() -> MPI.Intracomm | None:
     Call it once, before the first call of the library. Collective with `grow` on the other ranks, and raises the same.
     """
     membership, _ = _mpi(None, "join")
-    found: MPI.Intracomm | None = membership.join()
-    return found
+    merged: MPI.Intracomm | None = membership.join()
+    return merged
 
 
 def _mpi(comm: object, function: str) -> tuple[ModuleType, MPI.Intracomm]:

@@ -139,7 +139,7 @@ def find(name: str | Comparison) -> Algorithm | None:
 
 
 def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
-    """Return the name of an algorithm, which is given by its name or as a registered object."""
+    """Return the name of an algorithm that is passed by name or as a registered object."""
     if not isinstance(algorithm, Algorithm):
         return algorithm
     if find(algorithm.name) is not algorithm:
@@ -151,13 +151,13 @@ def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
 
 
 def alternatives(name: str | Comparison, num_nodes: int, P: int) -> list[tuple[Algorithm, float]]:
-    """Return the algorithms for which a name stands, with the weights of their costs. The first cheapest is chosen.
+    """Return the algorithms that a name stands for, with the weights of their predicted times.
 
-    "fastest" stands for all algorithms of the global top-k, "auto" for these and the dense sum, and any other name for
-    one algorithm.
+    Among equal times, a call uses the first. "fastest" stands for all algorithms of the global top-k, "auto" for these
+    and the dense sum, and any other name for one algorithm.
     """
     if isinstance(name, Comparison):
-        return [(algorithm, weight) for one, weight in name.weights if (algorithm := find(one))]
+        return [(algorithm, weight) for alternative, weight in name.weights if (algorithm := find(alternative))]
     named = find(name)
     several = _automatic(num_nodes, P, dense=name == "auto") if named is None else [named]
     return [(algorithm, 1.0) for algorithm in several]

@@ -58,10 +58,10 @@ def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
     """Return the global top-k of this rank's and all others' gradients."""
 
     def reselect(lower: SparseVector, upper: SparseVector, shard: int, num_shards: int) -> SparseVector:
-        kept, rejected = comm.backend.merge_topk(lower, upper, k)
+        top, rejected = comm.backend.merge_topk(lower, upper, k)
         if 2 * num_shards <= comm.size:  # in the last step, commit returns the entries that the result lacks
             gradient.record_dropped(rejected.shard(shard, num_shards))
-        return kept
+        return top
 
     return recursive_doubling(comm, gradient, gradient.topk(k), reselect, k)
 
@@ -85,8 +85,8 @@ def recursive_doubling(
     for step, peer in enumerate(fold.peers):
         mask = 1 << step  # also the number of ranks with the same entries
         own = comm.round_and_record(own, gradient, fold.newrank % mask, mask)
-        theirs = comm.exchange(own, peer, peer, step + 1)
-        lower, upper = (theirs, own) if fold.newrank & mask else (own, theirs)
+        received = comm.exchange(own, peer, peer, step + 1)
+        lower, upper = (received, own) if fold.newrank & mask else (own, received)
         own = combine(lower, upper, fold.newrank % (2 * mask), 2 * mask)
 
     if fold.rem:

@@ -58,7 +58,7 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
 
 
 def reduce_scatter(comm: Communicator, segments: list[Array]) -> None:
-    """Add up all ranks' copies of this rank's segment, in place. The others are undefined then."""
+    """Add up all ranks' copies of this rank's segment, in place. Afterwards, the other segments are undefined."""
     rank, size, own = comm.rank, comm.size, segments[comm.rank]
     if size == 1:
         return
@@ -68,8 +68,8 @@ def reduce_scatter(comm: Communicator, segments: list[Array]) -> None:
             sent, summed = segments[(rank - 1 - step) % size], segments[(rank - 2 - step) % size]
             comm.backend.add(summed, comm.exchange_segments({dst: sent}, {src: len(summed)}, step)[src])
         return
-    theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(own)), 0)
-    around = [theirs[(rank + distance) % size] for distance in range(1, size)] + [own]
+    received = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(own)), 0)
+    around = [received[(rank + distance) % size] for distance in range(1, size)] + [own]
     for before, segment in pairwise(around):
         comm.backend.add(segment, before)
 
@@ -85,7 +85,7 @@ def all_gather(comm: Communicator, own: Array, lengths: list[int]) -> list[Array
             segments[source] = comm.exchange_segments(sent, expected, size - 1 + step)[(rank - 1) % size]
     elif size > 1:
         segments |= comm.exchange_segments(dict.fromkeys(range(size), own), dict(enumerate(lengths)), size - 1)
-    return [segments[each] for each in range(size)]
+    return [segments[owner] for owner in range(size)]
 
 
 def uses_ring(comm: Communicator) -> bool:

@@ -43,34 +43,36 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the largest sums of all ranges."""
     if comm.size == 1:
         return gradient.topk(k)
-    parts = ranges(comm.num_elements, k, num_owners(comm.size, k))
-    own = comm.round_and_record(sums_of_owner(comm, gradient, parts), gradient)
-    gathered = gather(comm, own, ROUNDS, [(begin, end) for begin, end, _ in parts])
-    for owner, (entries, (_, _, part)) in enumerate(zip(gathered, parts, strict=True)):
-        if entries.nnz > part:
-            raise comm.broken(owner, f"{entries.nnz} entries instead of at most {part}")
+    owner_ranges = ranges(comm.num_elements, k, num_owners(comm.size, k))
+    own = comm.round_and_record(sums_of_owner(comm, gradient, owner_ranges), gradient)
+    gathered = gather(comm, own, ROUNDS, [(begin, end) for begin, end, _ in owner_ranges])
+    for owner, (entries, (_, _, range_k)) in enumerate(zip(gathered, owner_ranges, strict=True)):
+        if entries.nnz > range_k:
+            raise comm.broken(owner, f"{entries.nnz} entries instead of at most {range_k}")
     return comm.backend.concatenate_entries(gathered)
 
 
-def sums_of_owner(comm: Communicator, gradient: Contribution, parts: Sequence[tuple[int, int, int]]) -> SparseVector:
-    """Return the largest sums of this rank's range; none if it owns no range. ``parts``: as from `ranges`."""
-    owners = len(parts)
+def sums_of_owner(
+    comm: Communicator, gradient: Contribution, owner_ranges: Sequence[tuple[int, int, int]]
+) -> SparseVector:
+    """Return the largest sums of this rank's range; none if it owns no range. ``owner_ranges``: as from `ranges`."""
+    owners = len(owner_ranges)
     other_owners = [owner for owner in range(owners) if owner != comm.rank]
-    taken = gradient.topk_of_ranges([parts[owner] for owner in other_owners])
+    taken = gradient.topk_of_ranges([owner_ranges[owner] for owner in other_owners])
     parcels: dict[int, Parcel] = {
         owner: ((comm.round_and_record(entries, gradient),), ())
         for owner, entries in zip(other_owners, taken, strict=True)
     }
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
-    count = max(part for _, _, part in parts)
-    found = comm.exchange_parcels(
-        parcels, sources, 1, _SCATTER, count, expected=lambda source, words: [parts[comm.rank][:2]]
+    count = max(range_k for _, _, range_k in owner_ranges)
+    received = comm.exchange_parcels(
+        parcels, sources, 1, _SCATTER, count, expected=lambda source, words: [owner_ranges[comm.rank][:2]]
     )
     if comm.rank >= owners:
         return taken[0].part(0, 0)
-    received = [vector for source in sorted(found) for vector in found[source][0]]
-    begin, end, part = parts[comm.rank]
-    return gradient.topk_of_sums(begin, end, received, part)
+    addends = [vector for source in sorted(received) for vector in received[source][0]]
+    begin, end, range_k = owner_ranges[comm.rank]
+    return gradient.topk_of_sums(begin, end, addends, range_k)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:

@@ -10,8 +10,8 @@ is one trip. The trip in brackets is needed in the first call of a plan, and if 
     scatter      each rank sends each other rank its entries in that rank's range (`sparsecomm.primitives.ranges`)
                  each rank adds up its range
     [quantiles   each rank sends keys of some of its sums to all, which determine bounds around the k-th key]
-    gather       each rank sends all others those of its sums that may win: sums above the bounds are sure to win, sums
-                 between the bounds may; every rank takes all sure ones and the largest of the others, k in all
+    gather       each rank sends its sums that may win to all others: sums above the bounds are sure to win, and sums
+                 between the bounds may win. Every rank takes the sure sums and the largest of the others, k in all
 
 If the bytes of all sums take less time than the latency and no value is rounded, the first call gathers all sums,
 without quantiles. The bounds for the next call are keys near the k-th key of this call. In each scatter, every rank
@@ -68,13 +68,13 @@ class Bounds(NamedTuple):
 
     low: int  # sums with at least this key are sent. At least k sums are expected to reach it
     high: int  # sums with at least this key are sure to win. At most k sums are expected to reach it
-    made: int  # number of the call that made the bounds
+    call: int  # number of the call that made the bounds
     levels: list[int]  # the key of one selected entry of each rank in that call. Bounds are scaled by their growth
     doubt: float = 1.0  # factor that widens the bounds, because earlier bounds were wrong
 
     def mark(self, number: int) -> int:
         """Return the mark by which ranks compare their bounds in call ``number``."""
-        return mark(number - self.made, checksum_of([self.low, self.high]))
+        return mark(number - self.call, checksum_of([self.low, self.high]))
 
 
 class Winners(NamedTuple):
@@ -84,12 +84,12 @@ class Winners(NamedTuple):
     # The keys of three sums by their distance from the k-th, in places: 0 for the k-th sum, positive for a sum above
     # it, negative for a sum below it. Empty if unknown.
     keys: dict[int, int]
-    everything: bool  # whether there were at most k sums
+    complete: bool  # whether there were at most k sums
 
 
 def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) -> SparseVector:
     """Return the exact top-(ratio * k) of the sum of all ranks' top-k."""
-    entries, kept = gradient.topk(k), ratio * k
+    entries, num_winners = gradient.topk(k), ratio * k
     if comm.size == 1:
         return entries
     pieces, levels = scatter(comm, gradient, entries, k, max(1, entries.nnz // 2))
@@ -101,31 +101,32 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     if bounds is not None:
         low, high = (scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
         bounds = bounds._replace(low=low, high=max(high, low + 1))
-    elif comm.sends_exact_sums and comm.is_latency_bound((comm.size - 1) * kept):
+    elif comm.sends_exact_sums and comm.is_latency_bound((comm.size - 1) * num_winners):
         # Not with rounded values, because the costs of links would then decide which values are rounded.
         bounds = Bounds(0, max_key(sums) + 1, comm.number, levels)
     doubt, num_vectors = 1.0, 1 if comm.sends_exact_sums else 2
     for round_no in count(_GATHER):
         dropped, own_mark = Dropped(), 0 if bounds is None else bounds.mark(comm.number)
         if bounds is None:
-            own: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, _quantile_numbers(sums.nnz, kept, comm.size)))
+            numbers = _quantile_numbers(sums.nnz, num_winners, comm.size)
+            own: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, numbers))
         else:
             own = _candidates(comm, dropped, sums, counts, bounds, load)
         parcels = exchange_with_all(
-            comm, own, num_vectors, round_no, 2 * kept // owners, owners, or_none=True, ranges=ranges
+            comm, own, num_vectors, round_no, 2 * num_winners // owners, owners, or_none=True, ranges=ranges
         )
         marks = {mark_of(comm, owner, words) for owner, (_, words) in enumerate(parcels)}
         if own_mark not in marks:  # this rank owns no range
             bounds = None
         if marks == {0}:
-            bounds = Bounds(*_bracket(comm, sums, parcels, kept), comm.number, levels, doubt)
+            bounds = Bounds(*_bracket(comm, sums, parcels, num_winners), comm.number, levels, doubt)
         elif len(marks) > 1:
             bounds, doubt = None, 1.0
         else:
             low = 0 if bounds is None else bounds.low
-            spare = int(_margin(kept) * (1.0 if bounds is None else bounds.doubt))
+            spare = int(_margin(num_winners) * (1.0 if bounds is None else bounds.doubt))
             from_quantiles = marks.pop() >> AGE_SHIFT == 1
-            winners = _winners(comm, parcels, kept, low, spare, from_quantiles=from_quantiles)
+            winners = _winners(comm, parcels, num_winners, low, spare, from_quantiles=from_quantiles)
             if winners is not None:
                 for entries in dropped:
                     gradient.record_dropped(entries)
@@ -150,19 +151,19 @@ def _candidates(
     words = [bounds.mark(comm.number), load, int(sure.nnz + near.nnz < sums.nnz)]
     if comm.sends_exact_sums:
         return (near,), words
-    sent = [comm.averaged(each, counts, dropped) for each in (sure, near)]
+    sent = [comm.averaged(vector, counts, dropped) for vector in (sure, near)]
     words += [sure.nnz - sent[0].nnz, near.nnz - sent[1].nnz]
     return sent, [*words, *(key - bounds.low for key in keys_of(comm.backend.values_at(near, sent[1])))]
 
 
 def _winners(
-    comm: Communicator, parcels: Sequence[Parcel], kept: int, low: int, spare: int, *, from_quantiles: bool
+    comm: Communicator, parcels: Sequence[Parcel], num_winners: int, low: int, spare: int, *, from_quantiles: bool
 ) -> Winners | None:
-    """Return the first ``kept`` of all candidates; None if the bounds were wrong: a sum that was not sent may win, or
-    more sums than ``kept`` are sure.
+    """Return the first ``num_winners`` of all candidates; None if the bounds were wrong.
 
-    ``parcels`` are the `_candidates` of each owner; their keys are relative to ``low``. `Winners.keys` are ``spare``
-    places above and below the k-th. With ``from_quantiles``, the bounds are from this call and cannot be wrong.
+    They were wrong if a sum that was not sent may win, or if more than ``num_winners`` sums are sure. ``parcels`` are
+    the `_candidates` of each owner; their keys are relative to ``low``. `Winners.keys` are ``spare`` places above and
+    below the k-th. With ``from_quantiles``, the bounds are from this call and cannot be wrong.
     """
     backend, fixed = comm.backend, 3 if comm.sends_exact_sums else 5
     for owner, (vectors, words) in enumerate(parcels):
@@ -173,30 +174,30 @@ def _winners(
     others = any(words[2] for _, words in parcels)
     near = backend.concatenate_entries([vectors[-1] for vectors, _ in parcels])
     if comm.sends_exact_sums:
-        if near.nnz < kept and others:
+        if near.nnz < num_winners and others:
             return None
-        sums = backend.merge_topk(near, near.part(0, 0), kept)[0]
+        sums = backend.merge_topk(near, near.part(0, 0), num_winners)[0]
         above, below = min(spare, max(0, sums.nnz - 1)), min(spare, near.nnz - sums.nnz)
         numbers = [sums.nnz - above, sums.nnz, sums.nnz + below] if sums.nnz else []
-        found = dict(zip((above, 0, -below), backend.nth_keys(near, numbers), strict=False))
-        return Winners(sums, found, near.nnz <= kept and not others)
+        by_distance = dict(zip((above, 0, -below), backend.nth_keys(near, numbers), strict=False))
+        return Winners(sums, by_distance, near.nnz <= num_winners and not others)
     sure = backend.concatenate_entries([vectors[0] for vectors, _ in parcels])
     num_sure = sure.nnz + sum(words[3] for _, words in parcels)
     total = num_sure + near.nnz + sum(words[4] for _, words in parcels)
-    if from_quantiles and num_sure > kept:  # contradicts the quantiles that the owners have sent
+    if from_quantiles and num_sure > num_winners:  # contradicts the quantiles that the owners have sent
         sizes = [vectors[0].nnz + words[3] for vectors, words in parcels]
         raise comm.broken(sizes.index(max(sizes)), f"{max(sizes)} entries above the bound, of {num_sure} in all")
-    if not from_quantiles and (num_sure > kept or (total < kept and others)):
+    if not from_quantiles and (num_sure > num_winners or (total < num_winners and others)):
         return None
     keys = [key for _, words in parcels for key in words[fixed:]]
-    taken = min(len(keys), max(0, kept - num_sure))
+    taken = min(len(keys), max(0, num_winners - num_sure))
     above, below = min(spare, max(0, taken - 1)), min(spare, len(keys) - taken)
-    found, sums = {}, sure
+    by_distance, sums = {}, sure
     if taken:
         positions, nth = largest_keys(keys, taken, [taken - above, taken, taken + below])
-        found = {distance: low + key for distance, key in zip((above, 0, -below), nth, strict=True)}
+        by_distance = {distance: low + key for distance, key in zip((above, 0, -below), nth, strict=True)}
         sums = backend.merge(sure, backend.entries_at(near, positions))
-    return Winners(sums, found, total <= kept and not others)
+    return Winners(sums, by_distance, total <= num_winners and not others)
 
 
 def _next_bounds(winners: Winners, spare: int, bounds: Bounds, number: int, levels: list[int]) -> Bounds | None:
@@ -208,39 +209,39 @@ def _next_bounds(winners: Winners, spare: int, bounds: Bounds, number: int, leve
     up = (winners.keys[above] - kth) / max(1, above) * spare
     down = (kth - winners.keys[-below]) / max(1, below) * spare
     up, down = up or down or kth >> 14, down or up or kth >> 14
-    low = 0 if winners.everything else max(0, kth - ceil(down))
+    low = 0 if winners.complete else max(0, kth - ceil(down))
     return Bounds(low, kth + 1 + int(up), number, levels, max(1.0, 0.9 * bounds.doubt))
 
 
-def _margin(kept: int) -> int:
+def _margin(num_winners: int) -> int:
     """Return the expected change, from call to call, of the number of sums above a key."""
-    return kept // 64 + 3 * isqrt(kept)
+    return num_winners // 64 + 3 * isqrt(num_winners)
 
 
-def _quantile_numbers(nnz: int, kept: int, size: int) -> list[int]:
+def _quantile_numbers(nnz: int, num_winners: int, size: int) -> list[int]:
     """Return the numbers n, from 1, of the n-th largest sums whose keys an owner of ``nnz`` sums sends.
 
-    Numbers grow by a ratio that balances the bytes of these keys and of the sums that are sent beyond ``kept``.
+    Numbers grow by a ratio that balances the bytes of these keys and of the sums that are sent beyond ``num_winners``.
     """
     if not nnz:
         return []
-    ratio = 1 + min(0.5, max(1 / 64, sqrt(2 * size / kept)))
-    found, number = [], 1
+    ratio = 1 + min(0.5, max(1 / 64, sqrt(2 * size / num_winners)))
+    numbers, number = [], 1
     while number < nnz:
-        found.append(number)
+        numbers.append(number)
         number = max(number + 1, int(ratio * number))
-    return [*found, nnz]
+    return [*numbers, nnz]
 
 
-def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], kept: int) -> tuple[int, int]:
-    """Return `Bounds.low`, which at least ``kept`` sums reach (or all), and `Bounds.high`, which fewer sums reach.
+def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], num_winners: int) -> tuple[int, int]:
+    """Return `Bounds.low` and `Bounds.high`. At least ``num_winners`` sums (or all) reach the first, fewer the second.
 
     The ``parcels`` of owners contain 0, the number of sums, and the keys of their `_quantile_numbers`.
     """
     steps, total = [], 0  # key, additional sums that certainly reach it, and additional sums that may reach it
     for owner, (_, (_, *quantiles)) in enumerate(parcels):
         nnz, *keys = quantiles or (comm.num_elements + 1,)
-        numbers = _quantile_numbers(min(nnz, comm.num_elements), kept, comm.size)
+        numbers = _quantile_numbers(min(nnz, comm.num_elements), num_winners, comm.size)
         if nnz > comm.num_elements or len(keys) != len(numbers):
             raise comm.broken(owner, f"{len(keys)} keys of {nnz} sums")
         check_keys(comm, owner, keys, sums)
@@ -252,11 +253,11 @@ def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], 
     steps.sort(key=itemgetter(0), reverse=True)  # steps with equal keys keep their order
     low, high, reached, may_reach = 0, 0, 0, 0
     for key, at_least, also in steps:
-        if not high and may_reach + also > min(kept, total) - _margin(kept):
+        if not high and may_reach + also > min(num_winners, total) - _margin(num_winners):
             high = key + 1
         reached, may_reach = reached + at_least, may_reach + also
-        if reached >= kept:
-            low = key if total > kept else 0
+        if reached >= num_winners:
+            low = key if total > num_winners else 0
             break
     return low, high
 
@@ -264,13 +265,14 @@ def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], 
 def predicted_time(problem: Problem, costs: Costs, ratio: int = 1) -> float:
     """Return the predicted seconds of a call with valid ranges and bounds in the cache."""
     P, k = problem.P, problem.k
-    kept = min(ratio, P) * k
+    num_winners = min(ratio, P) * k
     if P == 1:
         return costs.select * problem.n
     keys = _KEY_BYTES if not problem.exact_sums else 0.0
-    sent = (kept + _margin(kept)) * problem.entry_bytes + kept * keys + 24 * num_owners(P, k)
+    sent = (num_winners + _margin(num_winners)) * problem.entry_bytes + num_winners * keys + 24 * num_owners(P, k)
     gathered = problem.link(costs).trip(P - 1, (P - 1) / num_owners(P, k) * sent)
-    work = k * (log2_ceil(P) * costs.merge + problem.codec(costs)) + kept * (4 * costs.merge + problem.codec(costs))
+    codec = problem.codec(costs)
+    work = k * (log2_ceil(P) * costs.merge + codec) + num_winners * (4 * costs.merge + codec)
     return costs.select * problem.n + scatter_time(problem, costs) + gathered + work
 
 

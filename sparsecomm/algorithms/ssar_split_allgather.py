@@ -25,7 +25,7 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
         return own
     pieces, _ = scatter(comm, gradient, own, k)
     gathered = gather(comm, comm.averaged(*comm.sums(pieces), gradient), ROUNDS, owned_ranges(comm, k))
-    rebalance(comm, [each.nnz for each in gathered])
+    rebalance(comm, [entries.nnz for entries in gathered])
     return comm.backend.concatenate_entries(gathered)
 
 

@@ -29,17 +29,17 @@ Combine = Callable[[SparseVector, SparseVector], SparseVector]
 
 def tree(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the global top-k of this rank's and all others' gradients."""
-    kept = reduce(comm, gradient, gradient.topk(k), reselecting(comm, gradient, k))
-    return broadcast(comm, comm.round_and_record(kept, gradient) if comm.rank == 0 else kept, k)
+    result = reduce(comm, gradient, gradient.topk(k), reselecting(comm, gradient, k))
+    return broadcast(comm, comm.round_and_record(result, gradient) if comm.rank == 0 else result, k)
 
 
 def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
     """Return a function that merges two vectors into their top-k and records the other entries as dropped."""
 
     def reselect(lower: SparseVector, upper: SparseVector) -> SparseVector:
-        kept, rejected = comm.backend.merge_topk(lower, upper, k)
+        top, rejected = comm.backend.merge_topk(lower, upper, k)
         gradient.record_dropped(rejected)
-        return kept
+        return top
 
     return reselect
 

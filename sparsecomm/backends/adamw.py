@@ -16,8 +16,8 @@ class Moments(NamedTuple):
     Attributes:
         mean, squares: moving averages of gradients and of their squares, in the accumulator dtype.
         last: int32, number of the latest step that updated each weight; 0: none.
-        compensation: what rounding has kept from each weight, in the accumulator dtype: the exact weight is the weight
-            plus this. ``None`` on a single rank, which rounds no updates.
+        compensation: what rounding has left out of each weight, in the accumulator dtype: the exact weight is the
+            weight plus this. ``None`` on a single rank, which rounds no updates.
     """
 
     mean: Array
@@ -56,7 +56,7 @@ class AdamWStep(NamedTuple):
             not be used.
         overflows: whether an entry overflows.
         finite: whether all sums are finite.
-        results: new weights and moments, in a form of the backend.
+        results: new weights and moments, in a format that the backend chooses.
     """
 
     changes: Array
@@ -81,18 +81,18 @@ def unit_exponents(xp: Any, squares: Array, eps: Any) -> Array:
     The power of two with this exponent is the unit in which AdamW exchanges gradients. ``eps`` is a normal number of
     the dtype of ``squares``, so exponents are at least 1.
     """
-    word, digits = _format_of(squares.dtype)
-    exponents: Array = ((xp.sqrt(squares) + eps).view(word) >> word(digits)).astype(unit_dtype(squares.dtype))
+    unsigned, digits = _format_of(squares.dtype)
+    exponents: Array = ((xp.sqrt(squares) + eps).view(unsigned) >> unsigned(digits)).astype(unit_dtype(squares.dtype))
     return exponents
 
 
 def units(exponents: Array, real: Any) -> Array:
     """Return the powers of two with these exponents, in an accumulator dtype."""
-    word, digits = _format_of(real)
-    powers: Array = (exponents.astype(word) << word(digits)).view(real)
+    unsigned, digits = _format_of(real)
+    powers: Array = (exponents.astype(unsigned) << unsigned(digits)).view(real)
     return powers
 
 
 def _format_of(real: Any) -> tuple[Any, int]:
-    """Return the word of an accumulator dtype, and the number of its digits below the exponent."""
+    """Return the unsigned dtype for the bits of an accumulator dtype, and the number of bits below the exponent."""
     return (np.uint64, 52) if np.dtype(real).itemsize == 8 else (np.uint32, 23)

@@ -287,8 +287,8 @@ class Backend:
         flags: list[tuple[Sequence[int], Flags]] = []
         values = [addend._replace(exponents=None) for addend in addends]
         while done < len(values):
-            count, found = self.add_first(values[done:], array, None, 1.0, 0.0, if_finite)
-            flags.append((range(done, done + count), found))
+            count, first_flags = self.add_first(values[done:], array, None, 1.0, 0.0, if_finite)
+            flags.append((range(done, done + count), first_flags))
             done += count
         return array, flags
 
@@ -338,8 +338,8 @@ class Backend:
         if [*ends.items()] == [(0, entries.size)]:
             return [entries]
         bounds = sorted({*ends, *ends.values()})
-        found = dict(zip(bounds, self.split_at_indices(entries, bounds), strict=False)) if bounds else {}
-        return [found[begin] if t.size else self.split_at_indices(entries, [begin, begin])[0] for begin, t in segments]
+        parts = dict(zip(bounds, self.split_at_indices(entries, bounds), strict=False)) if bounds else {}
+        return [parts[begin] if t.size else self.split_at_indices(entries, [begin, begin])[0] for begin, t in segments]
 
     # -- AdamW --------------------------------------------------------------------------------------------------------
 
@@ -366,11 +366,11 @@ class Backend:
         to their dtype, and by NaN where the step overflows. Elements that are in no part do not change.
         """
 
-    def store_adamw(self, parts: Sequence[AdamWPart], exponents: Array | None, made: AdamWStep, write: bool) -> None:
-        """Store what ``made`` has for the same parts: moments, and with ``write`` the new weights, rounded.
+    def store_adamw(self, parts: Sequence[AdamWPart], exponents: Array | None, step: AdamWStep, write: bool) -> None:
+        """Store the results of ``step`` for the same parts: moments, and with ``write`` also new weights, rounded.
 
-        The compensation becomes the difference between the new weights and those in ``parts``. ``exponents``: of
-        units, which jump where the weight changes; ``None``: units stay.
+        The compensation becomes the difference between the new weights and the weights in ``parts``. ``exponents``: of
+        the units, which jump where the weight changes; ``None``: units stay.
         """
 
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
@@ -420,13 +420,12 @@ class Backend:
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
         """Return the same indices with other values, shape ``(nnz,)``. Omits values that are zero."""
         xp = library_of(values)
-        found = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)
-        return SparseVector.trusted(entries.indices, found, entries.size, entries.shape).at(self.not_zero(found))
+        values = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)
+        return SparseVector.trusted(entries.indices, values, entries.size, entries.shape).at(self.not_zero(values))
 
     def not_zero(self, values: Array) -> Array:
         """Return a mask of the values that are not zero, however small."""
-        mask: Array = values != 0
-        return mask
+        return values != 0
 
     def means(self, entries: SparseVector, counts: Array) -> SparseVector:
         """Return the entries divided by ``counts``, shape ``(nnz,)``. Omits quotients that are zero."""
@@ -460,8 +459,7 @@ class Backend:
     def searchsorted(self, entries: SparseVector, boundaries: list[int]) -> list[int]:
         """Return, for each of the ascending boundaries, the number of indices below it."""
         xp, indices = library_of(entries.indices), entries.indices
-        found: list[int] = xp.searchsorted(indices, xp.asarray(np.array(boundaries, indices.dtype))).tolist()
-        return found
+        return xp.searchsorted(indices, xp.asarray(np.array(boundaries, indices.dtype))).tolist()
 
     def split_at_indices(self, entries: SparseVector, boundaries: list[int]) -> list[SparseVector]:
         """Return a flat vector for each range between two ascending boundaries. May share memory."""
@@ -469,19 +467,18 @@ class Backend:
         if isinstance(entries, DenseSum):
             return [self.nonzeros(entries.dense[begin:end], (end - begin,)) for begin, end in ranges]
         positions = self.searchsorted(entries, boundaries)
-        found = []
+        parts = []
         for (begin, end), (first, last) in zip(ranges, pairwise(positions), strict=True):
             indices = self.empty(last - first, entries.indices)
             library_of(indices).subtract(entries.indices[first:last], indices.dtype.type(begin), out=indices)
             indices = indices.astype(index_dtype(end - begin), copy=False)
-            found.append(SparseVector.trusted(indices, entries.values[first:last], end - begin, (end - begin,)))
-        return found
+            parts.append(SparseVector.trusted(indices, entries.values[first:last], end - begin, (end - begin,)))
+        return parts
 
     def indices_at(self, entries: SparseVector, positions: list[int]) -> list[int]:
         """Return the indices of the entries at positions from 0 to nnz - 1."""
         xp, indices = library_of(entries.indices), entries.indices
-        found: list[int] = indices[xp.asarray(np.array(positions, np.int64))].tolist()
-        return found
+        return indices[xp.asarray(np.array(positions, np.int64))].tolist()
 
     def entries_at(self, entries: SparseVector, positions: Sequence[int] | Array) -> SparseVector:
         """Return the entries at ascending positions from 0 to nnz - 1."""
@@ -502,9 +499,9 @@ class Backend:
             nonzero = library_of(rounded).flatnonzero(self.not_zero(narrow.values))
             positions = nonzero if positions is None else positions[nonzero]
             narrow = narrow.at(nonzero)
-            rounded, more, zeros = self.quantize_values(narrow.values, kind)
+            rounded, new_errors, zeros = self.quantize_values(narrow.values, kind)
             narrow.values = rounded
-            errors[positions] += more
+            errors[positions] += new_errors
         return narrow, lost
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:

@@ -21,8 +21,8 @@ def max_key(entries: SparseVector) -> int:
 
 def keys_of(values: Array) -> list[int]:
     """Return the keys of float32 or float64 values."""
-    found: list[int] = _keys(values).tolist()
-    return found
+    keys: list[int] = _keys(values).tolist()
+    return keys
 
 
 def nth_keys(entries: SparseVector, numbers: list[int]) -> list[int]:
@@ -31,8 +31,8 @@ def nth_keys(entries: SparseVector, numbers: list[int]) -> list[int]:
     keys, positions = _keys(entries.values), entries.nnz - np.array(numbers, np.int64)
     few = xp is np and len(numbers) <= _MAX_PARTITIONS
     keys = np.partition(keys, positions) if few else xp.sort(keys)
-    found: list[int] = keys[xp.asarray(positions)].tolist()
-    return found
+    nth: list[int] = keys[xp.asarray(positions)].tolist()
+    return nth
 
 
 def scaled_key(entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
@@ -80,8 +80,8 @@ def split_by_key(entries: SparseVector, low: int, high: int | None) -> tuple[Spa
 def _keys(values: Array) -> Array:
     unsigned = np.uint64 if values.itemsize == 8 else np.uint32
     magnitude = values.view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
-    found: Array = library_of(values).minimum(magnitude, unsigned(_key_of_nan(values.itemsize)))
-    return found
+    keys: Array = library_of(values).minimum(magnitude, unsigned(_key_of_nan(values.itemsize)))
+    return keys
 
 
 def _key_of_nan(itemsize: int) -> int:

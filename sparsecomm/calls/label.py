@@ -15,7 +15,7 @@ from sparsecomm.transport.base import MAX_CONTENTS_BYTES
 Pairs: TypeAlias = Iterable[tuple[str, object]]  # names and values
 _MAX_UNPACKED = 1 << 24  # bytes
 _MAX_TEXT = 1000  # characters of a name or a value that are compared
-_MAX_SHOWN = 100  # characters of a name or a value in an error
+_MAX_EXCERPT = 100  # characters of a name or a value in an error
 
 
 class Label:
@@ -52,7 +52,7 @@ def by_name(option: str, values: Mapping[str, object]) -> list[tuple[str, object
 
 def pack(pairs: Pairs) -> bytes:
     """Return names and values as bytes for another rank. If there are too many, the last ones are left out."""
-    texts = [str(each).replace("\n", " ")[:_MAX_TEXT] for pair in pairs for each in pair]
+    texts = [str(item).replace("\n", " ")[:_MAX_TEXT] for pair in pairs for item in pair]
     while True:
         unpacked = "\n".join(texts).encode(errors="backslashreplace")
         if len(unpacked) <= _MAX_UNPACKED and len(packed := zlib.compress(unpacked)) <= MAX_CONTENTS_BYTES:
@@ -63,26 +63,26 @@ def pack(pairs: Pairs) -> bytes:
 def difference(packed: Mapping[int, bytes]) -> str:
     """Return the first difference between two ranks, lower rank first, and what to do; "" if there is none.
 
-    ``packed``: the packed names and values by rank. Of a rank that sent other bytes, nothing is known.
+    ``packed``: the packed names and values by rank. Bytes that cannot be unpacked stand for unknown ones.
     """
-    (low, first), (high, second) = ((rank, _unpack(packed[rank])) for rank in sorted(packed))
-    (ours, all_ours), (theirs, all_theirs) = first, second
-    ours, theirs = _aligned(ours, theirs), _aligned(theirs, ours)
-    our_names, their_names = dict(ours), dict(theirs)
-    for i, pairs in enumerate(zip_longest(ours, theirs, fillvalue=("", "")), 1):
-        (name, ours_is), (other, theirs_is) = pairs
+    low, high = sorted(packed)
+    (low_pairs, low_complete), (high_pairs, high_complete) = _unpack(packed[low]), _unpack(packed[high])
+    low_pairs, high_pairs = _aligned(low_pairs, high_pairs), _aligned(high_pairs, low_pairs)
+    low_names, high_names = dict(low_pairs), dict(high_pairs)
+    for i, pairs in enumerate(zip_longest(low_pairs, high_pairs, fillvalue=("", "")), 1):
+        (name, low_value), (other, high_value) = pairs
         if name == other:
-            found = name, ours_is, theirs_is
-        elif name and name not in their_names and all_theirs:
-            found = name, ours_is, "missing"
-        elif other and other not in our_names and all_ours:
-            found = other, "missing", theirs_is
+            title, texts = name, (low_value, high_value)
+        elif name and name not in high_names and high_complete:
+            title, texts = name, (low_value, "missing")
+        elif other and other not in low_names and low_complete:
+            title, texts = other, ("missing", high_value)
         elif not name or not other:
             return ""
         else:
-            found = f"number {i} in the order", name, other
-        if found[1] != found[2]:
-            (name,), values = _shown(found[0]), _shown(*found[1:])
+            title, texts = f"number {i} in the order", (name, other)
+        if texts[0] != texts[1]:
+            (name,), values = _excerpts(title), _excerpts(*texts)
             advice = _advice(name, values)
             if name == "call":
                 return f"rank {low} is in {values[0]}, and rank {high} in {values[1]}: {advice}"
@@ -101,8 +101,9 @@ def _advice(name: str, values: list[str]) -> str:
     if name == "call":
         return "make the same calls in the same order on all ranks"
     skipped, advice = "one of them has skipped a step", "use the same settings and tensors on all ranks"
-    rate = name.startswith(("lr", "learning_rate"))
-    return skipped if name.startswith(("step", "optimizer steps")) else f"{advice}; or {skipped}" if rate else advice
+    if name.startswith(("step", "optimizer steps")):
+        return skipped
+    return f"{advice}; or {skipped}" if name.startswith(("lr", "learning_rate")) else advice
 
 
 def _unpack(packed: bytes) -> tuple[list[tuple[str, str]], bool]:
@@ -120,12 +121,12 @@ def _aligned(pairs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]
     for name, _ in others:
         by_option.setdefault(name.partition(" of ")[0], []).append(name)
     by_option |= {name: [name] for name, _ in others}
-    return [(each, value) for name, value in pairs for each in by_option.get(name, [name])]
+    return [(expanded, value) for name, value in pairs for expanded in by_option.get(name, [name])]
 
 
-def _shown(*texts: str) -> list[str]:
-    """Return texts of another rank as printable, and long ones from shortly before their first difference on."""
+def _excerpts(*texts: str) -> list[str]:
+    """Return printable excerpts of texts, which begin shortly before the first difference if that is far behind."""
     differing = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
-    begin = max(0, next(differing, 0) - _MAX_SHOWN // 2)
-    cut = (text[begin : begin + _MAX_SHOWN] for text in texts)
-    return ["".join(c if c.isprintable() else " " for c in ("..." if begin else "") + text) for text in cut]
+    begin = max(0, next(differing, 0) - _MAX_EXCERPT // 2)
+    excerpts = (text[begin : begin + _MAX_EXCERPT] for text in texts)
+    return ["".join(c if c.isprintable() else " " for c in ("..." if begin else "") + text) for text in excerpts]

@@ -92,14 +92,14 @@ def find_nodes(transport: Transport, option: NodesOption, devices: Collection[st
         return None, note
     if counts == [1]:
         return None, ""
-    found = Nodes(ranks, transport.rank)
+    nodes = Nodes(ranks, transport.rank)
     kinds = [kind for kind in ("cpu", "cuda") if devices and transport.has_collectives(kind)]
     if kinds:
         words = [int(kind in devices) for kind in kinds]
         by_rank = gather_by_rank(transport, words, Label.of(("call", "comparison of devices")))
-        shared = [kind for i, kind in enumerate(kinds) if all(by_rank[rank][i] for rank in found.inside)]
-        found = found._replace(collectives={kind: transport.collectives(found.inside, kind) for kind in shared})
-    return found, f"{found}, summed densely inside"
+        shared = [kind for i, kind in enumerate(kinds) if all(by_rank[rank][i] for rank in nodes.inside)]
+        nodes = nodes._replace(collectives={kind: transport.collectives(nodes.inside, kind) for kind in shared})
+    return nodes, f"{nodes}, summed densely inside"
 
 
 @cache

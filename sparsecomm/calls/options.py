@@ -95,14 +95,7 @@ class SumSettings:
         P, counted = transport.size // per_node, self.op == MEAN_OF_CONTRIBUTORS
         num_nodes = transport.num_nodes if per_node == 1 else P
         return CostQuery(
-            P=P,
-            num_nodes=num_nodes,
-            n=n,
-            k=k,
-            value_bytes=value_bytes,
-            algorithm=self.algorithm_name,
-            wire=self.wire,
-            contributors=counted,
+            P, num_nodes, n, k, value_bytes, algorithm=self.algorithm_name, wire=self.wire, contributors=counted
         )
 
 

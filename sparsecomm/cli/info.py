@@ -51,13 +51,13 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "kernels", kernels()
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")]
     yield "settings", " ".join(settings) or "none (no SPARSECOMM_* in the environment)"
-    frameworks = [f"{name} {found}" for name in ("torch", "jax") if (found := version_of(name))]
+    frameworks = [f"{name} {version}" for name in ("torch", "jax") if (version := version_of(name))]
     yield "frameworks", ", ".join(frameworks) or "none (of torch, jax)"
     # The name says for which CUDA it is, as in cupy-cuda12x; two installations at once break CuPy.
     cupy = {f"{d.name} {d.version}" for d in distributions() if d.name and re.fullmatch("cupy(-cuda.*)?", d.name)}
     yield "CuPy", ", ".join(sorted(cupy)) or "not installed"
     yield "CUDA driver", _cuda_driver()
-    yield "launcher", "; ".join(f"{its.launcher}: {its.variables}" for its in launches()) or "none"
+    yield "launcher", "; ".join(f"{launch.launcher}: {launch.variables}" for launch in launches()) or "none"
     built = [f"{abi.ABIS[name].mpis} (ABI {name})" for name in abi.built()]
     yield "built for", ", ".join(built) or f"no MPI, only process groups of torch.distributed. {abi.ADVICE}"
     yield from _mpi_facts()

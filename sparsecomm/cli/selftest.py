@@ -103,11 +103,11 @@ class Checks:
 
     def results(self, device: str) -> None:
         """Check all cases with all ops."""
-        every = product(_dtypes(device), SIZES, INPUTS, (False, True))
-        cases = [Case(dtype, n, k, content, residual) for dtype, (n, k), content, residual in every]
+        combinations = product(_dtypes(device), SIZES, INPUTS, (False, True))
+        cases = [Case(dtype, n, k, content, residual) for dtype, (n, k), content, residual in combinations]
         bits = [self._case(case) for case in cases]
-        for case, mine, first in zip(cases, bits, self.comm.bcast(bits), strict=True):
-            self.check(mine == first, f"{case}: other bits than on rank 0")
+        for case, own, first in zip(cases, bits, self.comm.bcast(bits), strict=True):
+            self.check(own == first, f"{case}: other bits than on rank 0")
 
     def _case(self, case: Case) -> int:
         """Check the calls of a case; return a checksum of their entries."""
@@ -129,8 +129,8 @@ class Checks:
             entries = None
             try:
                 options: dict[str, Any] = {"residual": residual if case.residual else None, "out": out, "op": op}
-                found = sc.sparse_allreduce(x, case.k, comm=self.transport, algorithm=self.algorithm, **options)
-                entries = memory.fetch(found.indices), memory.fetch(found.values)
+                result = sc.sparse_allreduce(x, case.k, comm=self.transport, algorithm=self.algorithm, **options)
+                entries = memory.fetch(result.indices), memory.fetch(result.values)
             except Exception as error:
                 self.check(False, f"{what}: {type(error).__name__}: {error}")
             if entries is not None:
@@ -204,11 +204,11 @@ def run(arguments: argparse.Namespace) -> int:
             checks.results(device)
         if P > 1:
             checks.mismatches()
-        everyone = comm.allgather((checks.count, checks.failures))
-        failures = [f"  rank {rank}: {text}" for rank, (_, texts) in enumerate(everyone) for text in texts]
+        by_rank = comm.allgather((checks.count, checks.failures))
+        failures = [f"  rank {rank}: {text}" for rank, (_, texts) in enumerate(by_rank) for text in texts]
         failed += len(failures)
         if is_first:
-            total = sum(count for count, _ in everyone)
+            total = sum(count for count, _ in by_rank)
             print(f"{algorithm:<{width}}{total:>9}{len(failures):>10}")
             more = [f"  ... and {len(failures) - _MAX_FAILURES} more"] if len(failures) > _MAX_FAILURES else []
             print(*(f"{line}\n" for line in failures[:_MAX_FAILURES] + more), sep="", end="", flush=True)

@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _row(
     rank: Rank, ahead: Offset, late: Mapping[tuple[int, int], float], to_nodes: Mapping[int, int] | None
 ) -> dict[str, str]:
     """Return the cells of a rank's row, by the names of the columns."""
-    calls = [call for each in rank.calls.values() for call in each]
+    calls = [*chain.from_iterable(rank.calls.values())]
     seconds = dict.fromkeys(PARTS, 0.0)
     for call in calls:
         for part in call.parts:
@@ -112,13 +113,13 @@ def _timeline(ranks: Mapping[int, Rank], sent: list[Message], ahead: Mapping[int
     """Return all events by the first rank's clock, with two more for each message: the ends of its arrow."""
     events = [
         {**event, "ts": event["ts"] - 1e6 * ahead[number].seconds} if "ts" in event else event
-        for number, its in ranks.items()
-        for event in its.events
+        for number, rank in ranks.items()
+        for event in rank.events
     ]
     threads = {
         id(exchange): thread
-        for its in ranks.values()
-        for thread, calls in enumerate(its.calls.values(), 1)
+        for rank in ranks.values()
+        for thread, calls in enumerate(rank.calls.values(), 1)
         for call in calls
         for exchange in call.exchanges
     }

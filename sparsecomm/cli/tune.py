@@ -160,7 +160,7 @@ def works() -> dict[str, tuple[str, int, Callable[[], object]]]:
     x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
     n = round(_K / _DENSITY)
     indices = (np.sort(rng.choice(n, _K, replace=False)).astype(np.int32) for _ in range(2))
-    a, b = (SparseVector.trusted(each, rng.standard_normal(_K, np.float32), n, (n,)) for each in indices)
+    a, b = (SparseVector.trusted(array, rng.standard_normal(_K, np.float32), n, (n,)) for array in indices)
     tiny = a.part(0, 4)
 
     def codec() -> None:

@@ -216,21 +216,17 @@ class Communicator:
                 ``None``: all indices are allowed.
         """
         step, wire = self._stage + round_no, self._wire
-        received = self._exchange_all(
-            parcels,
-            lambda parcel: self._messages.parcel(parcel[0], parcel[1], wire, step),
-            sources,
-            self._messages.max_bytes(count, wire) + 256,
-        )
-        found: dict[int, Parcel] = {}
-        for source, message in received:
+        length = self._messages.max_bytes(count, wire) + 256
+        messages = self._exchange_all(parcels, lambda x: self._messages.parcel(x[0], x[1], wire, step), sources, length)
+        received: dict[int, Parcel] = {}
+        for source, message in messages:
             sender = self._ranks[source]
             vectors, words = self._messages.read_parcel(message, wire, sender, step, num_vectors, or_none=or_none)
             ranges = None if expected is None else expected(source, words)
             for i, vector in enumerate(vectors):
                 self._check(vector, sender, None if ranges is None else ranges[i])
-            found[source] = vectors, words
-        return found
+            received[source] = vectors, words
+        return received
 
     def send_words(self, words: Sequence[int], to: int, round_no: int) -> None:
         """Send words to rank ``to``."""
@@ -257,12 +253,8 @@ class Communicator:
         """
         step, itemsize = self._stage + round_no, next(iter(segments.values())).itemsize
         sources = [source for source in lengths if source != self.rank]
-        received = self._exchange_all(
-            segments,
-            lambda segment: self._messages.dense(segment, step),
-            sources,
-            HEADER_BYTES + max(lengths.values()) * itemsize,
-        )
+        length = HEADER_BYTES + max(lengths.values()) * itemsize
+        received = self._exchange_all(segments, lambda x: self._messages.dense(x, step), sources, length)
         read = self._messages.read_dense
         return {source: read(message, self._ranks[source], step, lengths[source]) for source, message in received}
 
@@ -339,7 +331,7 @@ def gather_parcels(
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
     """Return the words of all ranks, ordered by rank. All ranks must pass the same number of words."""
     parcels = gather_parcels(comm, ((), words), round_no)
-    return [list(comm.checked_words(rank, theirs, len(words))) for rank, (_, theirs) in enumerate(parcels)]
+    return [list(comm.checked_words(rank, received, len(words))) for rank, (_, received) in enumerate(parcels)]
 
 
 def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
@@ -349,8 +341,8 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
     """
     rank, size = comm.rank, comm.size
     if comm.sends_directly:
-        (_, found), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_senders=1)
-        return list(comm.checked_words(0, found, len(words)))
+        (_, received), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_senders=1)
+        return list(comm.checked_words(0, received, len(words)))
     for step in range(log2_ceil(size)):
         distance = 1 << step
         if rank < distance and rank + distance < size:
@@ -380,9 +372,9 @@ def exchange_with_all(
     sends = dict.fromkeys(others, own) if comm.rank in senders else {}
     sources = [sender for sender in senders if sender != comm.rank]
     expected = None if ranges is None else lambda sender, words: [ranges[sender]] * num_vectors
-    found = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none, expected=expected)
-    found[comm.rank] = own
-    return [found[sender] for sender in senders]
+    received = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none, expected=expected)
+    received[comm.rank] = own
+    return [received[sender] for sender in senders]
 
 
 def _bruck(
@@ -403,7 +395,7 @@ def _bruck(
     def senders_among(first: int, length: int) -> list[int]:
         return [sender % size for sender in range(first, first + length) if sender % size < num_senders]
 
-    held, senders = dict.fromkeys(senders_among(rank, 1), own), list[int]()
+    parcels, senders = dict.fromkeys(senders_among(rank, 1), own), list[int]()
 
     def expected(source: int, words: Sequence[int]) -> list[Range] | None:
         return None if ranges is None else [ranges[sender] for sender in senders for _ in range(num_vectors)]
@@ -411,7 +403,8 @@ def _bruck(
     for step in range(log2_ceil(size)):
         distance = 1 << step
         length = min(distance, size - distance)
-        sent, senders = [held[each] for each in senders_among(rank, length)], senders_among(rank + distance, length)
+        sent = [parcels[sender] for sender in senders_among(rank, length)]
+        senders = senders_among(rank + distance, length)
         parcel = [v for vectors, _ in sent for v in vectors], [word for _, words in sent for word in words]
         dst, src = (rank - distance) % size, (rank + distance) % size
         vectors, words = comm.exchange_parcels(
@@ -419,8 +412,8 @@ def _bruck(
         )[src]
         comm.checked_words(src, words, num_words * len(senders))
         for i, sender in enumerate(senders):
-            held[sender] = vectors[i * num_vectors :][:num_vectors], words[i * num_words :][:num_words]
-    return [held[sender] for sender in range(num_senders)]
+            parcels[sender] = vectors[i * num_vectors :][:num_vectors], words[i * num_words :][:num_words]
+    return [parcels[sender] for sender in range(num_senders)]
 
 
 def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int | None = None) -> float:

@@ -36,7 +36,7 @@ class Ranges(NamedTuple):
     """Ranges of indices, one per rank; ranks that own none have empty ranges."""
 
     boundaries: list[int]  # first index of each range, and the end of the last
-    made: int  # number of the call that made them
+    call: int  # number of the call that made them
     checksum: int  # of `boundaries`
     crowding: float = 0.0  # load of the busiest owner relative to the mean, in the first call with them; 0: unknown
     following: list[int] | None = None  # boundaries for the next call; None: keep these
@@ -56,22 +56,24 @@ def scatter(
     Return the entries of all ranks in this rank's range, ordered by rank; and the key of each rank's entry at position
     ``number`` in the order of selection, or 0.
     """
-    nothing, owners = own.part(0, 0), num_owners(comm.size, k)
+    no_entries, owners = own.part(0, 0), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     ranges = comm.cached(Ranges)
     if ranges is not None and ranges.following is not None:
-        ranges = Ranges(ranges.following, ranges.made, checksum_of(ranges.following))
+        ranges = Ranges(ranges.following, ranges.call, checksum_of(ranges.following))
     for round_no in count():
         dropped, samples, expected = Dropped(), list[int](), None
         if ranges is None:
             samples = _samples(comm, own, k)
             if comm.size * k <= _MAX_FIRST:
-                ranges = _equal_lengths(own.size, comm.size, owners, comm.number)
+                equal = [own.size * owner // owners for owner in range(owners)]
+                boundaries = equal + [own.size] * (comm.size + 1 - owners)
+                ranges = Ranges(boundaries, comm.number, checksum_of(boundaries))
         if ranges is None:
             parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples)))
         else:
             (level,) = comm.backend.nth_keys(own, [min(number, own.nnz)]) if number and own.nnz else (0,)
-            words = mark(comm.number - ranges.made, ranges.checksum), level, *samples
+            words = mark(comm.number - ranges.call, ranges.checksum), level, *samples
             own_range = ranges.boundaries[comm.rank], ranges.boundaries[comm.rank + 1]
             expected = partial(_ranges_if_equal, own_range, words[0])
             pieces = [own.part(*ends) for ends in pairwise(comm.backend.searchsorted(own, ranges.boundaries))]
@@ -79,9 +81,9 @@ def scatter(
                 rank: ((piece if rank == comm.rank else comm.round_and_record(piece, dropped),), words)
                 for rank, piece in enumerate(pieces)
             }
-        found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True, expected=expected)
-        found[comm.rank] = parcels[comm.rank]
-        received = [found[rank] for rank in range(comm.size)]
+        by_rank = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True, expected=expected)
+        by_rank[comm.rank] = parcels[comm.rank]
+        received = [by_rank[rank] for rank in range(comm.size)]
         marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(received)}
         if marks == {0}:
             sampled = [comm.checked_words(rank, words, 1 + len(samples)) for rank, (_, words) in enumerate(received)]
@@ -91,7 +93,7 @@ def scatter(
         if ranges is None or len(marks) > 1:
             ranges = None
             continue
-        levels = [comm.checked_words(rank, theirs, len(words))[1] for rank, (_, theirs) in enumerate(received)]
+        levels = [comm.checked_words(rank, rank_words, len(words))[1] for rank, (_, rank_words) in enumerate(received)]
         check_keys(comm, levels.index(max(levels)), levels, own)
         if samples:
             following = _balanced([words[2:] for _, words in received], own.size, comm.size, owners)
@@ -99,7 +101,7 @@ def scatter(
         comm.cache[Ranges] = ranges
         for entries in dropped:
             gradient.record_dropped(entries)
-        return [vector for vectors, _ in received for vector in vectors or (nothing,)], levels
+        return [vector for vectors, _ in received for vector in vectors or (no_entries,)], levels
     raise AssertionError("count has no end")
 
 
@@ -137,11 +139,6 @@ def _samples(comm: Communicator, own: SparseVector, k: int) -> list[int]:
     nnz, number = own.nnz, min(_MAX_SAMPLES, max(4, k // (16 * comm.size)))
     chosen = [nnz * (i * comm.size + comm.rank) // (number * comm.size) for i in range(number)] if nnz else []
     return [nnz, *(comm.backend.indices_at(own, chosen) if nnz else [0] * number)]
-
-
-def _equal_lengths(n: int, size: int, owners: int, number: int) -> Ranges:
-    boundaries = [n * owner // owners for owner in range(owners)] + [n] * (size + 1 - owners)
-    return Ranges(boundaries, number, checksum_of(boundaries))
 
 
 def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) -> list[int]:

@@ -210,8 +210,8 @@ class Bucket:
         if self._gradients is None:
             names, addends = [name for name, _ in self._pushed], [addend for _, addend in self._pushed]
             dtype, skip = self.accumulator.accumulator, self.settings.skip_nonfinite
-            self._gradients, found = backend.flat(self.num_slices * self.length, dtype, addends, skip)
-            self._flags += [([names[i] for i in which], flags) for which, flags in found if len(flags)]
+            self._gradients, groups = backend.flat(self.num_slices * self.length, dtype, addends, skip)
+            self._flags += [([names[i] for i in positions], flags) for positions, flags in groups if len(flags)]
             self._pushed = []
         return self._gradients
 
@@ -256,8 +256,8 @@ class Bucket:
         momentum: float = 0.0,
     ) -> None:
         """Add sums of this rank's slice, not divided by units yet, to a residual, as `Backend.add_first` does."""
-        everything, exponents, addends = len(names) == len(self.tensors), self.exponents, list[Addend]()
-        for begin, end in [(0, self.last - self.first)] if everything else map(self.bounds_in_slice, names):
+        complete, exponents, addends = len(names) == len(self.tensors), self.exponents, list[Addend]()
+        for begin, end in [(0, self.last - self.first)] if complete else map(self.bounds_in_slice, names):
             if begin < end:
                 part = backend.as_tensor(sums[begin:end], (end - begin,))
                 addends.append(Addend(begin, part, exponents=exponents[begin:end] if len(exponents) else None))
@@ -300,12 +300,12 @@ class Bucket:
 
     def _chunks(self, k: int, length: int) -> tuple[int, Chunks]:
         """Return the chunks of this rank's slice, and the largest number of entries selected from any slice."""
-        found = []
+        by_slice = []
         for first in range(0, self.size, self.length):
             last = min(first + self.length, self.size)
             offsets = sorted({min(max(offset, first), last) - first for offset in self._offsets})
-            found.append(Chunks(k, length, tuple(offsets)))
-        return max(chunks.total(self.length) for chunks in found), found[self.first // self.length]
+            by_slice.append(Chunks(k, length, tuple(offsets)))
+        return max(chunks.total(self.length) for chunks in by_slice), by_slice[self.first // self.length]
 
     @default_float_mode
     def contribution(self, plan: Plan) -> Contribution:
@@ -380,12 +380,12 @@ class Bucket:
         backend.write(self.segments(outs), result)
         if len(outs) + len(without_gradient) == len(self.tensors):
             return {}
-        left, parts = {}, [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
+        without_out, parts = {}, [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
         for spec, part in zip(self.tensors, parts, strict=True):
             if spec.name not in outs and spec.name not in without_gradient:
                 part.shape = spec.shape
-                left[spec.name] = backend.rounded(part, narrow[spec.name]) if spec.name in narrow else part
-        return left
+                without_out[spec.name] = backend.rounded(part, narrow[spec.name]) if spec.name in narrow else part
+        return without_out
 
     def segments(self, tensors: Mapping[str, Tensor]) -> list[Segment]:
         """Return tensors by name in the order of their elements."""
@@ -400,8 +400,8 @@ class Bucket:
         begin, end = self.part_in_slice(name)
         low = max(begin, first)
         high = max(low, min(end, first + len(exponents)))
-        ours = self.exponents_of[name][low - begin : high - begin]
-        ours[:] = from_host(exponents[low - first : high - first], ours)
+        own = self.exponents_of[name][low - begin : high - begin]
+        own[:] = from_host(exponents[low - first : high - first], own)
 
     def begin_units(self, name: str, exponents: Array) -> None:
         """Set all units of a tensor, and convert `unsummed`, which a state of an older version has in units."""
@@ -426,20 +426,20 @@ class Bucket:
         Residuals of another part are added to `unsummed`. Exponents that ``contents`` lacks stay zero.
         """
         part, state, exponents, unsummed = contents
-        ours = self.part_in_slice(name)
+        own_part = self.part_in_slice(name)
         if exponents is not None and name in self.exponents_of:
             self.use_exponents(name, exponents, part[0])
         for i, array in enumerate(self.state):
-            theirs, rest = from_host(state[i], array), [(0, values) for values in unsummed[i : i + 1]]
-            if part == ours:
-                self.view(array, name)[:] = theirs
-            elif len(theirs):
+            source, additions = from_host(state[i], array), [(0, values) for values in unsummed[i : i + 1]]
+            if part == own_part:
+                self.view(array, name)[:] = source
+            elif len(source):
                 if exponents is not None and len(exponents):
-                    theirs = theirs * units(from_host(exponents, array), array.dtype)
-                rest.append((part[0], theirs))
-            for begin, values in rest:
-                whole = self.view(self.begin_unsummed(self.backend)[i], name)
-                whole[begin : begin + len(values)] += from_host(values, array)
+                    source = source * units(from_host(exponents, array), array.dtype)
+                additions.append((part[0], source))
+            for begin, values in additions:
+                target = self.view(self.begin_unsummed(self.backend)[i], name)
+                target[begin : begin + len(values)] += from_host(values, array)
 
     @default_float_mode
     def discard(self, name: str) -> None:
@@ -466,12 +466,12 @@ class Bucket:
         first = position * self.length
         begin = first + self.length * node // self.owners
         end = min(first + self.length * (node + 1) // self.owners, self.size)
-        found = []
+        parts = []
         for spec, (low, high) in zip(self.tensors, pairwise(self._offsets), strict=True):
             if low < end and begin < high:
                 at = max(begin, low)
-                found.append(Part(spec, at - low, min(end, high) - low, at - first))
-        return found
+                parts.append(Part(spec, at - low, min(end, high) - low, at - first))
+        return parts
 
     def part(self, name: str, rank: int) -> tuple[int, int]:
         """Return the begin and the end of a rank's part of a tensor."""

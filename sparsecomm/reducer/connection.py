@@ -118,8 +118,8 @@ class Buckets:
         for bucket in self.all:
             bucket.units_lag = units_lag
         with self.on_current_stream():
-            for name, theirs in contents.items():
-                self.by_name[name].fill(name, theirs)
+            for name, source in contents.items():
+                self.by_name[name].fill(name, source)
 
 
 class ReducerCount:
@@ -154,8 +154,7 @@ class Connection:
     def new_buckets(self, bucket_bytes: int) -> Buckets:
         """Return new buckets of zeros, to replace `buckets`."""
         assert self.transport is not None
-        size = self.transport.size
-        return self._buckets(self.number, bucket_bytes, size, self.buckets.nodes)
+        return self._buckets(self.number, bucket_bytes, self.transport.size, self.buckets.nodes)
 
     def _buckets(self, number: int, bucket_bytes: int, num_ranks: int, nodes: Nodes | None) -> Buckets:
         has_units = self.owner is not None
@@ -225,15 +224,9 @@ class Connection:
         if nodes is not None:
             size = num_nodes = len(nodes.ranks)
             slices = nodes.per_node
-        on_gpu = any(spec.device is not CPU for spec in self.specs.values())
+        costs, on_gpu = costs.shared_by(slices), any(spec.device is not CPU for spec in self.specs.values())
         return slices * choice.bucket_bytes(
-            size,
-            num_nodes,
-            density,
-            costs.shared_by(slices),
-            algorithm=sums.algorithm_name,
-            wire=sums.wire,
-            on_gpu=on_gpu,
+            size, num_nodes, density, costs, algorithm=sums.algorithm_name, wire=sums.wire, on_gpu=on_gpu
         )
 
 

@@ -71,9 +71,9 @@ class Counters:
 
     def added_to(self, other: Counters) -> Counters:
         """Return the sums with another reducer's counters; for steps and set-up, which both share, the maxima."""
-        mine, theirs = asdict(self), asdict(other)
+        own, others = asdict(self), asdict(other)
         common = "steps", "setup_sent", "setup_received"
-        return Counters(**{name: (max if name in common else sum)((mine[name], theirs[name])) for name in mine})
+        return Counters(**{name: (max if name in common else sum)((own[name], others[name])) for name in own})
 
     def __str__(self) -> str:
         """Return a table of this rank's means per step."""
@@ -109,13 +109,13 @@ class Counters:
 
 def plan_lines(plans: Iterable[Plan | None]) -> list[str]:
     """Return lines with the algorithms and wire formats of plans, and the costs by which they were chosen."""
-    made = [plan for plan in plans if plan is not None]
-    if not made:
+    latest = [plan for plan in plans if plan is not None]
+    if not latest:
         return []
-    counts = Counter(f"{plan.choice.algorithm.name} with {plan.choice.wire.name}" for plan in made)
+    counts = Counter(f"{plan.choice.algorithm.name} with {plan.choice.wire.name}" for plan in latest)
     taken = ", ".join(f"{name} ({count} buckets)" if count > 1 else name for name, count in counts.items())
     lines = [f"{'algorithm':<20} {taken}"]
-    chosen = [(plan.choice.seconds, plan.costs.source) for plan in made if plan.costs is not None]
+    chosen = [(plan.choice.seconds, plan.costs.source) for plan in latest if plan.costs is not None]
     if chosen:
         lines.append(f"{'by costs':<20} {'; '.join(dict.fromkeys(source for _, source in chosen))}")
         lines.append(f"{'predicted':<20} {time_text(sum(seconds for seconds, _ in chosen))}")
@@ -135,7 +135,7 @@ def peer_lines(transport: Transport | None) -> list[str]:
     for peer in listed:
         rate = rate_text(8 * peer.rate) if peer.rate else "-"
         trip = time_text(peer.round_trip) if peer.round_trip else "-"
-        again = number_text(peer.retransmits) if peer.connections else "-"
+        retransmits = number_text(peer.retransmits) if peer.connections else "-"
         amounts = bytes_text(peer.bytes_sent), bytes_text(peer.bytes_received)
-        rows.append((f"rank {peer.rank}", *amounts, rate, trip, again))
+        rows.append((f"rank {peer.rank}", *amounts, rate, trip, retransmits))
     return [title, *(f"{name:<20} " + " ".join(f"{text:>11}" for text in texts) for name, *texts in rows)]

@@ -22,10 +22,11 @@ from contextlib import contextmanager
 
 from sparsecomm.algorithms.dense import all_gather, reduce_scatter, uses_ring
 from sparsecomm.backends import Backend
+from sparsecomm.contribution import concatenate_ranges
 from sparsecomm.primitives.communicator import ROUNDS, Communicator, gather_parcels, gather_words
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.tensors.interop import library_of
-from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
+from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import TrafficCounters
 from sparsecomm.wire import PLAIN
 
@@ -84,15 +85,15 @@ class NodeCall:
             sums, decay, momentum = self._sums(gradients), settings.decay, settings.momentum
             bucket.add_sums(backend, present, sums, bucket.residual, velocity, decay, momentum)
 
-    def _sums(self, whole: Array) -> Array:
-        """Return the sums of this rank's slice over the node. ``whole`` has all slices, and does not change."""
+    def _sums(self, slices: Array) -> Array:
+        """Return the sums of this rank's slice over the node. Does not change ``slices``, which has all slices."""
         comm, length, position = self._inside(_SUM), self._bucket.length, self._nodes.position
         if self._collectives is not None:
-            own = self._backend.zeros(length, whole.dtype)
+            own = self._backend.zeros(length, slices.dtype)
             self._meet(comm)
-            self._collectives.reduce_scatter(whole, own)
+            self._collectives.reduce_scatter(slices, own)
             return own
-        segments = [whole[at : at + length] for at in range(0, len(whole), length)]
+        segments = [slices[at : at + length] for at in range(0, len(slices), length)]
         if uses_ring(comm):
             segments = [segment.copy() for segment in segments]
             reduce_scatter(comm, segments)
@@ -131,28 +132,25 @@ class NodeCall:
         size, length, shape = bucket.size, bucket.length, bucket.shape
         with self._counted():
             if isinstance(result, DenseSum):
-                words = [theirs for (theirs,) in gather_words(comm, [word], ROUNDS)]
-                whole = self._whole(comm, result.dense)
-                found = self._backend.nonzeros(whole[:size], shape)
+                words = [received for (received,) in gather_words(comm, [word], ROUNDS)]
+                dense = self._concatenate(comm, result.dense)
+                gathered = self._backend.nonzeros(dense[:size], shape)
             else:
                 begins = range(0, size, length)
                 within = [(0, min(length, size - begin)) for begin in begins]
                 parcels = gather_parcels(comm, ((result,), (word,)), 0, within)
-                words = [comm.checked_words(rank, theirs, 1)[0] for rank, (_, theirs) in enumerate(parcels)]
-                dtype, moved = index_dtype(size), []
-                for begin, ((entries,), _) in zip(begins, parcels, strict=True):
-                    indices = entries.indices.astype(dtype, copy=False) + dtype.type(begin)
-                    moved.append(SparseVector.trusted(indices, entries.values, size, shape))
-                found = self._backend.concatenate_entries(moved)
-            return found, words
+                words = [comm.checked_words(rank, received, 1)[0] for rank, (_, received) in enumerate(parcels)]
+                parts = (entries for (entries,), _ in parcels)
+                gathered = concatenate_ranges(self._backend, parts, begins, size, shape)
+            return gathered, words
 
-    def _whole(self, comm: Communicator, own: Array) -> Array:
+    def _concatenate(self, comm: Communicator, own: Array) -> Array:
         """Return the arrays of all ranks of the node, one after another."""
         if self._collectives is not None:
-            whole = self._backend.zeros(len(own) * comm.size, own.dtype)
+            gathered = self._backend.zeros(len(own) * comm.size, own.dtype)
             self._meet(comm)
-            self._collectives.all_gather(own, whole)
-            return whole
+            self._collectives.all_gather(own, gathered)
+            return gathered
         array: Array = library_of(own).concatenate(all_gather(comm, own, [len(own)] * comm.size))
         return array
 
@@ -161,6 +159,6 @@ def on_all(comm: Communicator, bits: Sequence[bool], round_no: int) -> list[bool
     """Return which bits are set on all ranks. Collective."""
     words = [sum(bit << i for i, bit in enumerate(bits[start : start + 64])) for start in range(0, len(bits), 64)]
     common = [-1] * len(words)
-    for theirs in gather_words(comm, words, round_no):
-        common = [a & b for a, b in zip(common, theirs, strict=True)]
+    for rank_words in gather_words(comm, words, round_no):
+        common = [a & b for a, b in zip(common, rank_words, strict=True)]
     return [bool(common[i // 64] >> i % 64 & 1) for i in range(len(bits))]

@@ -46,7 +46,7 @@ class Owner(Protocol):
         """
 
     def decided(self, bucket: Bucket, outcome: Outcome) -> None:
-        """Take the outcome of a bucket's call, which is applied if those of all buckets are `FINE`."""
+        """Receive the outcome of a bucket's call. It is applied if the verdicts of all buckets are `FINE`."""
 
 
 class SparseStep(NamedTuple):
@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
     verdict: int
 
 
-class _Kept:
+class _IgnoredErrors:
     """Ignores rounding errors, because owners keep them in the optimizer's state."""
 
     def record_dropped(self, entries: SparseVector) -> None: ...
@@ -120,13 +120,13 @@ class OwnedCall(BucketCall):
         owned = ranges(bucket.length, max(k, bucket.owners), bucket.owners)
         sums = sums_of_owner(comm, gradient, owned)
         comm = comm.subgroup(range(comm.size), UPDATES, wire=format_of_updates(self.plan.choice.wire))
-        none = sums.part(0, 0)
-        made = Outcome(none, none, none, FINE)
+        no_entries = sums.part(0, 0)
+        outcome = Outcome(no_entries, no_entries, no_entries, FINE)
         if comm.rank < bucket.owners:
             begin = owned[comm.rank][0]
-            made = self._step(comm, backend.divide(sums, self.plan.divisor), begin)
-        own, within = ((made.result, made.changes), (made.verdict,)), [(begin, end) for begin, end, _ in owned]
-        gathered, found = gather_parcels(comm, own, ROUNDS, within)[: len(owned)], []
+            outcome = self._step(comm, backend.divide(sums, self.plan.divisor), begin)
+        own, within = ((outcome.result, outcome.changes), (outcome.verdict,)), [(begin, end) for begin, end, _ in owned]
+        gathered, outcomes = gather_parcels(comm, own, ROUNDS, within)[: len(owned)], []
         lasts = [changes.indices[-1:] for (_, changes), _ in gathered]
         last = iter(library_of(sums.values).concatenate(lasts).tolist())  # on a GPU, the host waits once
         for owner, ((updates, changes), words), (begin, _, count) in zip(range(comm.size), gathered, owned):  # noqa: B905
@@ -134,9 +134,11 @@ class OwnedCall(BucketCall):
             if updates.nnz > count or (changes.nnz and next(last) - begin >= updates.nnz):
                 seen = f"{updates.nnz} updates and changes at {positions[-1:]} instead of at most {count}"
                 raise comm.broken(owner, seen)
-            found.append(Outcome(updates, updates, _at(changes, updates.indices[positions]), verdict))
-        verdict = max(outcome.verdict for outcome in found)
-        parts = [(outcome.result, outcome.changes) for outcome in found if outcome.verdict == verdict]
+            indices = updates.indices[positions].astype(changes.indices.dtype, copy=False)
+            moved = SparseVector.trusted(indices, changes.values, changes.size, changes.shape)
+            outcomes.append(Outcome(updates, updates, moved, verdict))
+        verdict = max(outcome.verdict for outcome in outcomes)
+        parts = [(outcome.result, outcome.changes) for outcome in outcomes if outcome.verdict == verdict]
         updates, changes = (backend.concatenate_entries([*vectors]) for vectors in zip(*parts, strict=True))
         return Outcome(updates, updates, changes, verdict)
 
@@ -153,7 +155,7 @@ class OwnedCall(BucketCall):
             exact = exact.at(nonzero)
         if comm.size == 1:
             return Outcome(exact, exact, exact.part(0, 0), step.verdict)
-        updates, jumps = comm.round_and_record(exact, _Kept()), step.jumps
+        updates, jumps = comm.round_and_record(exact, _IgnoredErrors()), step.jumps
         if nonzero is not None:
             jumps = jumps[nonzero]
         if updates.nnz < exact.nnz:
@@ -162,7 +164,7 @@ class OwnedCall(BucketCall):
         positions = xp.flatnonzero(jumps)
         jumps, indices = jumps[positions].astype(exact.values.dtype), (positions + begin).astype(sums.indices.dtype)
         changes = SparseVector.trusted(indices, jumps, sums.size, sums.shape)
-        return Outcome(updates, updates, comm.round_and_record(changes, _Kept()), step.verdict)
+        return Outcome(updates, updates, comm.round_and_record(changes, _IgnoredErrors()), step.verdict)
 
     def _dense(self, comm: Communicator) -> Outcome:
         """Add up gradients at their owners, and gather new weights. Two trips."""
@@ -170,7 +172,7 @@ class OwnedCall(BucketCall):
         bounds = [bucket.length * min(rank, bucket.owners) // bucket.owners for rank in range(comm.size + 1)]
         segments = [total[begin:end] for begin, end in pairwise(bounds)]
         reduce_scatter(comm, segments)
-        if comm.incomplete:  # known to all, because each rank has heard of all others
+        if comm.incomplete:  # equal on all ranks, because each has received messages from all others
             self._gather_absent()
         own = segments[comm.rank]
         if self.plan.divisor > 1:
@@ -188,9 +190,9 @@ class OwnedCall(BucketCall):
                     segments[rank][:] = received[:-1]
             verdicts = library_of(own).concatenate([received[-1:] for received in gathered])
             verdict = int(verdicts.max())  # on a GPU, the host waits once
-        none = backend.nonzeros(backend.zeros(0, total.dtype), (0,))
+        no_entries = backend.nonzeros(backend.zeros(0, total.dtype), (0,))
         result = backend.nonzeros(total, self.contribution.shape)
-        return Outcome(result, result, none, verdict)
+        return Outcome(result, result, no_entries, verdict)
 
     def _finish(self, result: SparseVector) -> None:
         self._forget_gradients()
@@ -199,9 +201,3 @@ class OwnedCall(BucketCall):
         self._result = result
         self._count(result)
         self._owner.decided(self._bucket, self._outcome)
-
-
-def _at(entries: SparseVector, indices: Array) -> SparseVector:
-    """Return the entries with other indices."""
-    same_type = indices.astype(entries.indices.dtype, copy=False)
-    return SparseVector.trusted(same_type, entries.values, entries.size, entries.shape)

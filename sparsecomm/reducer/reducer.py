@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from sparsecomm import transport
+from sparsecomm.calls.call import Task
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
-from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed, log
 from sparsecomm.options import Unpack, check_options, with_options
@@ -211,9 +211,7 @@ class Reducer:
     def push_with(self, name: str, x: object, how: Addition = GRADIENT) -> None:
         """Push a value that is computed from ``x`` when it is added to the residual.
 
-        The sum is in `Step.sums_without_out`.
-
-        Do not change ``x`` until `wait` returns, or the call of the bucket has begun.
+        The sum is in `Step.sums_without_out`. Do not change ``x`` until `wait` returns, or the bucket's call has begun.
         """
         with self._lock:
             spec, bucket = self._begin_push(name), self._connection.buckets.by_name[name]
@@ -400,19 +398,19 @@ class Reducer:
     def prepare_state(self, state: State, schema: Schema = REDUCER) -> PreparedState:
         """Convert and check a state for `load_with`, by `REDUCER` or an extension of it. Nothing changes yet."""
         with self._lock:
-            found = schema.read_own(state, self._connect_between_steps("load_state_dict"))
-            buckets = buckets_of(found, self._connection)
-        costs = measured_costs(found["costs"])
+            fields = schema.read_own(state, self._connect_between_steps("load_state_dict"))
+            buckets = buckets_of(fields, self._connection)
+        costs = measured_costs(fields["costs"])
 
         def commit() -> None:
             self._connection.buckets = buckets
             if costs is not None:
                 self._connection.queue.plans.use_costs(costs)
-            self._open, self.weights_checked = self._begin(found["step"]), None
+            self._open, self.weights_checked = self._begin(fields["step"]), None
 
-        has_units = bool(found["units"]) or found["slices"] is not None
-        common = {key: found[key] for key in REDUCER.keys}
-        return PreparedState(common, commit, found, buckets=buckets, has_units=has_units)
+        has_units = bool(fields["units"]) or fields["slices"] is not None
+        common = {key: fields[key] for key in REDUCER.keys}
+        return PreparedState(common, commit, fields, buckets=buckets, has_units=has_units)
 
     def release_memory(self) -> None:
         """Give unused scratch memory back to the system, except for about half a byte per element."""
@@ -426,9 +424,7 @@ class Reducer:
         With nodes, it is flat and has only this rank's part of the tensor: see docs/guides/nodes.md.
         """
         with self._lock:
-            spec = self._spec(name)
-            self._connect()
-            bucket = self._connection.buckets.by_name[name]
+            spec, bucket = self._spec(name), self.bucket(name)
             with bucket.on_stream(None):  # the caller uses the view on the current stream
                 flat = bucket.residuals[name]
                 return flat.reshape(spec.shape) if bucket.nodes is None else flat
@@ -477,12 +473,12 @@ class Reducer:
         with self._lock:
             self._connect()
             tensors = {n: self._spec(n).tensor(g, f"{self._prefix}{n}") for n, g in gradients.items()}
-            found: dict[str, float] = {}
+            sums: dict[str, float] = {}
             for bucket in self._connection.buckets.all:
                 of_bucket = {spec.name: tensors[spec.name] for spec in bucket.tensors if spec.name in tensors}
                 with bucket.on_stream(next(iter(of_bucket.values()), None)):
-                    found |= zip(of_bucket, bucket.sums_of_squares([*of_bucket.values()]), strict=True)
-            return found
+                    sums |= zip(of_bucket, bucket.sums_of_squares([*of_bucket.values()]), strict=True)
+            return sums
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

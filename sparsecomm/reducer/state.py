@@ -31,7 +31,7 @@ def _is_costs(value: Any, _: object) -> bool:
 
 
 def _is_link(value: Any) -> bool:
-    return is_list(value) and len(value) == 3 and all(0 < to_float(each) < 1e9 for each in value)
+    return is_list(value) and len(value) == 3 and all(0 < to_float(number) < 1e9 for number in value)
 
 
 def _parts(state: StateDict, key: str) -> dict[str, tuple[tuple[int, ...], int, Array]]:
@@ -62,34 +62,34 @@ def _sums(key: str) -> Callable[[list[StateDict], int, int], dict[str, Array]]:
 
 
 def _unsummed(old: list[StateDict], rank: int, size: int) -> dict[str, list[Array]]:
-    found: dict[str, list[Array]] = {}
+    sums: dict[str, list[Array]] = {}
     for state in old[rank::size]:
         for name, arrays in state["unsummed"].items():
-            ours = found.setdefault(name, [np.zeros_like(array) for array in arrays])
-            for our, their in zip(ours, arrays, strict=True):
-                our += their
-    return found
+            totals = sums.setdefault(name, [np.zeros_like(array) for array in arrays])
+            for total, array in zip(totals, arrays, strict=True):
+                total += array
+    return sums
 
 
 def _units(old: list[StateDict], rank: int, size: int) -> dict[str, Array]:
-    if old[0]["slices"] is None:
-        found: dict[str, Array] = old[0]["units"]
-        return found
     units: dict[str, Array] = {}
+    if old[0]["slices"] is None:
+        units = old[0]["units"]
+        return units
     for state in old:
-        for name, its in state["slices"].items():
-            if its["units"] is not None:
-                own = np.asarray(its["units"])
-                units.setdefault(name, np.zeros(its["shape"], own.dtype)).reshape(-1)[slice(*its["part"])] = own
-    for name, its in old[0]["slices"].items() if units else ():  # zeros for those that have not begun
+        for name, entry in state["slices"].items():
+            if entry["units"] is not None:
+                own = np.asarray(entry["units"])
+                units.setdefault(name, np.zeros(entry["shape"], own.dtype)).reshape(-1)[slice(*entry["part"])] = own
+    for name, entry in old[0]["slices"].items() if units else ():  # zeros for those that have not begun
         dtype = unit_dtype(np.asarray(old[0]["residuals"][name]).dtype)
-        units.setdefault(name, np.zeros(its["shape"], dtype))
+        units.setdefault(name, np.zeros(entry["shape"], dtype))
     return units
 
 
 def _are_slices(value: Any, _: object) -> bool:
-    def is_slice(its: Mapping[str, Any]) -> bool:
-        (begin, end), shape, units = its["part"], its["shape"], its["units"]
+    def is_slice(entry: Mapping[str, Any]) -> bool:
+        (begin, end), shape, units = entry["part"], entry["shape"], entry["units"]
         are_counts = all(map(is_count, (begin, end, *shape)))
         return are_counts and begin <= end <= math.prod(shape) and (units is None or len(units) == end - begin)
 
@@ -122,13 +122,13 @@ REDUCER = Schema(
 
 def fields_of(connection: Connection, step: int) -> StateDict:
     """Return the fields of a reducer's state, and clear the caches of algorithms."""
-    buckets, known = connection.buckets, connection.queue.plans.costs
+    buckets, known_costs = connection.buckets, connection.queue.plans.costs
     for plan in (bucket.last_plan for bucket in buckets.all):
         if plan is not None:
             plan.comm.cache.clear()
     costs = None  # alpha, beta and gap of each link, if the ranks have measured them
-    if known is not None:
-        links = [(name, getattr(known.costs, name)) for name in _LINKS]
+    if known_costs is not None:
+        links = [(name, getattr(known_costs.costs, name)) for name in _LINKS]
         costs = {name: None if link is None else list(astuple(link)) for name, link in links}
     shapes = {name: spec.shape for name, spec in connection.specs.items()}
     fields: StateDict = {"slices": None if buckets.nodes is None else {}}
@@ -155,28 +155,28 @@ def fields_of(connection: Connection, step: int) -> StateDict:
     }
 
 
-def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
+def buckets_of(fields: Mapping[str, Any], connection: Connection) -> Buckets:
     """Return buckets with the residuals, velocities and units of a state that `REDUCER` has read.
 
     If an older version saved the state, it has no units, and they are zeros.
     """
-    specs, momentum, slices = connection.specs, connection.settings.momentum, found["slices"]
+    specs, momentum, slices = connection.specs, connection.settings.momentum, fields["slices"]
     parts = {name: (0, spec.size) for name, spec in specs.items()}
     if slices is not None:
         with reading("slices", "a part of each tensor"):
             parts = {name: tuple(slices[name]["part"]) for name in specs}
     shapes = {} if slices is None else {name: (end - begin,) for name, (begin, end) in parts.items()}
-    residuals = read_arrays(found["residuals"], specs, "residuals", _ADVICE, copy=False, shapes=shapes)
+    residuals = read_arrays(fields["residuals"], specs, "residuals", _ADVICE, copy=False, shapes=shapes)
     moving = specs if momentum else {}
-    velocities = read_arrays(found["velocities"], moving, "velocities", _ADVICE, copy=False, shapes=shapes)
-    buckets = connection.new_buckets(found["bucket_bytes"])
+    velocities = read_arrays(fields["velocities"], moving, "velocities", _ADVICE, copy=False, shapes=shapes)
+    buckets = connection.new_buckets(fields["bucket_bytes"])
     contents = {}
     for name, spec in specs.items():
-        ours, units = buckets.by_name[name].exponents_of.get(name), None
-        has_units = found["units"] if slices is None else slices[name]["units"] is not None
-        if ours is not None and has_units:
-            saved = found["units"].get(name) if slices is None else slices[name]["units"]
-            units = _checked_units(name, saved, ours.dtype, parts[name])
+        exponents, units = buckets.by_name[name].exponents_of.get(name), None
+        has_units = fields["units"] if slices is None else slices[name]["units"] is not None
+        if exponents is not None and has_units:
+            saved = fields["units"].get(name) if slices is None else slices[name]["units"]
+            units = _checked_units(name, saved, exponents.dtype, parts[name])
             if slices is None and not units.any():
                 units = None  # they have not begun
         own = buckets.by_name[name].part_in_slice(name)
@@ -186,10 +186,10 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
                 f"{own[0]} to {own[1]}; convert the states of all ranks with sparsecomm.reshard(states, rank, size)"
             )
         state = [residuals[name], *([velocities[name]] if momentum else [])]
-        saved, key = found["unsummed"].get(name, [])[: len(state)], f"unsummed[{name!r}]"
+        saved, key = fields["unsummed"].get(name, [])[: len(state)], f"unsummed[{name!r}]"
         unsummed = [as_float(array, key, spec.shape, spec.accumulator) for array in saved]
         contents[name] = Contents(parts[name], state, units, unsummed)
-    buckets.fill(contents, units_lag=found["units_lag"])
+    buckets.fill(contents, units_lag=fields["units_lag"])
     return buckets
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from sparsecomm.calls.call import Task
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.queue import Handle, Task
+from sparsecomm.calls.queue import Handle
 from sparsecomm.errors import listed
 from sparsecomm.reducer.bucket import GRADIENT, Addition, Bucket
 from sparsecomm.reducer.bucket_call import BucketCall
@@ -180,26 +181,27 @@ class OpenStep:
         usable = finite or not skips
         if self.unsummed and skips:  # no call has committed yet, so the whole step fails
             self.unsummed = names
-        left = {name: part for _, call in self._calls for name, part in call.sums_without_out.items()}
+        sums_without_out = {name: part for _, call in self._calls for name, part in call.sums_without_out.items()}
         if usable and skips and accept is not None and not self.unsummed:
-            usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
+            usable = accept(sums_without_out, max((call.largest for _, call in self._calls), default=0.0))
         usable = usable and all(call.usable for _, call in self._calls)
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
+        nonfinite = not finite and not skips
         for bucket in self._buckets:
             with bucket.on_stream(None):
                 if not usable and not self.unsummed:
                     bucket.drop_large(4 * self._transport.size)  # the next sum may overflow: rounding doubles values
-                if not finite and not skips:
+                if nonfinite:
                     bucket.drop_large(1)
         without = frozenset(name for _, call in self._calls for name in call.without_gradient)
         cause = ""
         if not finite:
-            here = {name for _, call in self._calls for name in call.nonfinite_here}
-            cause = cause_of(self._transport.rank, next((name for name in self._specs if name in here), None))
+            nonfinite_names = {name for _, call in self._calls for name in call.nonfinite_here}
+            cause = cause_of(self._transport.rank, next((n for n in self._specs if n in nonfinite_names), None))
         elif not usable:
             cause = f"rank {self._transport.rank}: it would make a parameter or the optimizer's state infinite"
-        return error, Step(self.number, self.density, usable, left, without, not finite and not skips, cause)
+        return error, Step(self.number, self.density, usable, sums_without_out, without, nonfinite, cause)
 
     def abandon(self) -> None:
         """End the step. Gradients of calls that were not made are in the residuals."""

@@ -49,14 +49,14 @@ class Check:
         Return the number on rank 0, and 0 on other ranks.
         """
         result = out if self.expected is None else self.expected
-        total, left = self.summed(self.accumulated), self.summed(residual)
+        total, residuals = self.summed(self.accumulated), self.summed(residual)
         rounding = 4 * self.comm.Get_size() * np.finfo(result.dtype).eps * np.abs(total).max(initial=1)
-        lost = int(np.count_nonzero(np.abs(left + result[self.at] - total) > rounding))
+        lost = int(np.count_nonzero(np.abs(residuals + result[self.at] - total) > rounding))
         return lost if self.comm.Get_rank() == 0 else 0
 
     def summed(self, vector: Vector) -> Vector:
         """Return the sum over all ranks in float64, at the elements ``at``."""
-        mine = vector[self.at].astype(np.float64)
-        total = np.empty_like(mine)
-        self.comm.Allreduce(mine, total)
+        own = vector[self.at].astype(np.float64)
+        total = np.empty_like(own)
+        self.comm.Allreduce(own, total)
         return total

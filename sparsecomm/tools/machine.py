@@ -22,8 +22,8 @@ def version_of(distribution: str) -> str | None:
 
 def model() -> str:
     """Return the name of the CPU."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def processor() -> str:

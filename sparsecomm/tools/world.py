@@ -70,9 +70,9 @@ class ProcessGroupWorld:
         return self._dist.get_world_size()
 
     def allgather(self, value: Any, /) -> list[Any]:
-        everyone: list[Any] = [None] * self.Get_size()
-        self._dist.all_gather_object(everyone, value)
-        return everyone
+        values: list[Any] = [None] * self.Get_size()
+        self._dist.all_gather_object(values, value)
+        return values
 
     def bcast(self, value: Any, /) -> Any:
         values = [value]

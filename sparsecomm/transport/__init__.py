@@ -48,8 +48,8 @@ def transport_of(comm: Comm = None) -> Transport:
         from sparsecomm.transport import process_group
 
         return process_group.of(group)
-    if (found := existing_transport(comm)) is not None:
-        return found
+    if (transport := existing_transport(comm)) is not None:
+        return transport
     try:
         from sparsecomm.transport import mpi  # imported here, because it starts MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no libmpi

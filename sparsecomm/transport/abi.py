@@ -145,8 +145,8 @@ def _mapped() -> list[tuple[int, int, Path]]:
     """Return the files mapped into this process's memory, as (begin, end, file); empty without /proc."""
     with suppress(OSError):
         lines = Path("/proc/self/maps").read_text()
-        found = re.findall(r"^(\w+)-(\w+) .*?(/.*)$", lines, re.MULTILINE)
-        return [(int(begin, 16), int(end, 16), Path(file)) for begin, end, file in found]
+        matches = re.findall(r"^(\w+)-(\w+) .*?(/.*)$", lines, re.MULTILINE)
+        return [(int(begin, 16), int(end, 16), Path(file)) for begin, end, file in matches]
     return []
 
 

@@ -134,11 +134,11 @@ class PeerTraffic:
 class DenseCollectives(Protocol):
     """Dense collectives between the ranks of a node for arrays on their devices, such as NCCL's."""
 
-    def reduce_scatter(self, whole: Array, own: Array) -> None:
-        """Set ``own`` to the ranks' sum of this rank's slice. ``whole`` has a slice for each rank, of equal length."""
+    def reduce_scatter(self, slices: Array, own: Array) -> None:
+        """Set ``own`` to the ranks' sum of this rank's slice. ``slices`` has a slice for each rank, of equal length."""
 
-    def all_gather(self, own: Array, whole: Array) -> None:
-        """Set ``whole`` to the arrays of all ranks."""
+    def all_gather(self, own: Array, gathered: Array) -> None:
+        """Set ``gathered`` to the arrays of all ranks."""
 
 
 class Request(ABC):
@@ -165,8 +165,8 @@ class Transport(ABC):
     device_memory = False  # whether `isend` and `receive` accept CUDA device memory
     simulated = False  # whether the ranks run in one process, in virtual time
     threaded = False  # whether one thread may make calls while other threads use the same library
-    # The name of the error that kept this rank from beginning a call. It may be one call behind the other ranks. Empty
-    # if there was none since its last successful call.
+    # The name of the error that kept this rank from beginning a call, so that the rank may be one call behind the
+    # others. Empty if there was none since its last successful call.
     skip_reason = ""
     # Closes the transport with the function passed, after the calls in flight; None if no upper layer makes calls.
     close_after_calls: Callable[[Callable[[], object]], object] | None = None
@@ -191,9 +191,9 @@ class Transport(ABC):
 
     def describe_call(self) -> str:
         """Return the number of the latest call, and its name."""
-        found = dict(self.contents())
-        name = f", {found['call']}" if "call" in found else ""
-        return f"call {self.number}{name}".replace(", a step", f", step {found.get('step')}")
+        contents = dict(self.contents())
+        name = f", {contents['call']}" if "call" in contents else ""
+        return f"call {self.number}{name}".replace(", a step", f", step {contents.get('step')}")
 
     @property
     def members(self) -> Sequence[int]:
@@ -221,7 +221,7 @@ class Transport(ABC):
         Args:
             call: an opaque description of the call, at most `MAX_CALL_BYTES`. During a long wait, a rank sends it to
                 its peer, which compares both descriptions. This detects ranks that wait in different calls.
-            mismatch: ``mismatch(theirs, rank)`` returns the error for a description that differs from ``call``.
+            mismatch: ``mismatch(other, rank)`` returns the error for the description of a rank that differs.
 
         Raises:
             InvalidInputError: the transport is closed, or an argument or a setting is invalid. No call has begun.

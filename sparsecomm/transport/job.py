@@ -49,18 +49,18 @@ def launches() -> list[Launch]:
 
     If there is another launcher, Slurm is omitted: it may have started that launcher, with another number of processes.
     """
-    found = []
+    known = []
     for launcher, (size, *ranks) in _VARIABLES.items():
         name = next((name for name in ranks if _number(name) is not None), "")
         if (count := _number(size)) and (number := _number(name)) is not None:
-            found.append(Launch(launcher, count, number, f"{size}={count}, {name}={number}"))
-    return [launch for launch in found if launch.launcher != _SLURM] or found
+            known.append(Launch(launcher, count, number, f"{size}={count}, {name}={number}"))
+    return [launch for launch in known if launch.launcher != _SLURM] or known
 
 
 def rank() -> int | None:
     """Return the rank of this process according to its launcher; None if unknown."""
-    if found := launches():
-        return found[0].rank
+    if known := launches():
+        return known[0].rank
     return next((value for name in _OTHER_RANKS if (value := _number(name)) is not None), None)
 
 

@@ -260,8 +260,8 @@ _key = MPI.KEYVAL_INVALID  # of the communicator attribute that is a `_Setup`
 
 def of(comm: MPI.Intracomm | None) -> MpiTransport:
     """Return the transport of a communicator; see `sparsecomm.transport.transport_of`."""
-    if (found := existing(comm)) is not None:
-        return found
+    if (transport := existing(comm)) is not None:
+        return transport
     if comm is None:
         comm = MPI.COMM_WORLD
     try:

@@ -49,9 +49,9 @@ def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
             ranks = comm.Get_failed().Translate_ranks(None, comm.Get_group())
         except (MPI.Exception, NotImplementedError):
             return []
-        found = sorted(rank for rank in ranks if rank >= 0)
-        if found or time.monotonic() >= deadline:
-            return found
+        failed = sorted(rank for rank in ranks if rank >= 0)
+        if failed or time.monotonic() >= deadline:
+            return failed
         with suppress(MPI.Exception):  # the call only lets MPI detect failures
             MPI.COMM_SELF.Iprobe()
         time.sleep(1e-3)
@@ -91,12 +91,12 @@ class Agreement:
         self._decision = 0, False  # the latest call whose decision has been read, and the decision
 
     @deferred
-    def vote(self, number: int, yes: bool) -> None:
+    def vote(self, number: int, approve: bool) -> None:
         """Vote on call ``number``, and against earlier calls without a vote. A second vote on a call is ignored."""
         with self._lock:
             while self.voted < number:
                 self.voted += 1
-                ballot = array("i", [yes and self.voted == number])
+                ballot = array("i", [approve and self.voted == number])
                 if ballot[0]:
                     self.approved = number
                 try:
@@ -127,17 +127,17 @@ class Agreement:
 
     def _test(self, number: int) -> bool:
         """Read the decision on a call; return false if there is none yet."""
-        vote, yes = self._open[number], False
+        vote, approved = self._open[number], False
         if vote is not None:
             request, ballot = vote
             try:
                 if not request.Test():
                     return False
-                yes = bool(ballot[0])
+                approved = bool(ballot[0])
             except MPI.Exception:
                 pass  # a rank died
         del self._open[number]
-        self._decision = max(self._decision, (number, yes))
+        self._decision = max(self._decision, (number, approved))
         return True
 
 
@@ -195,15 +195,15 @@ class Voting(FailureDetector):
                 raise mismatch
             return
         failed = failed_ranks(self._comm)
-        late = TimeoutError(
+        timeout = TimeoutError(
             f"rank {self.rank} waited {self.timeout:g} s for the votes of all ranks on call {self.number}. The call "
             "does not count on this rank, and may still count on others: before you continue with a new communicator, "
             "broadcast the weights. At least one rank is stuck, or does not make this call. If it is only slow, "
             "increase SPARSECOMM_TIMEOUT (seconds)."
         )
-        why = RankFailedError(f"{late} {format_ranks(failed)} died.", failed) if failed else late
-        self._give_up(why)
-        raise why
+        reason = RankFailedError(f"{timeout} {format_ranks(failed)} died.", failed) if failed else timeout
+        self._give_up(reason)
+        raise reason
 
     def _rejected(self) -> SparseCommError:
         """Return the error for a call that this rank has completed and that does not count."""
@@ -232,11 +232,11 @@ class Voting(FailureDetector):
     # -- calls of the failure detector --------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        why = self._given_up
-        if isinstance(why, RankFailedError):
-            raise self._rank_failed(why.ranks, "before this call")
-        if why is not None:
-            raise TransportError(f"rank {self.rank} cannot use this communicator any more: {why}")
+        reason = self._given_up
+        if isinstance(reason, RankFailedError):
+            raise self._rank_failed(reason.ranks, "before this call")
+        if reason is not None:
+            raise TransportError(f"rank {self.rank} cannot use this communicator any more: {reason}")
         super()._check_usable()
 
     def _prepare_call(self) -> None:
@@ -255,12 +255,12 @@ class Voting(FailureDetector):
                 self._give_up(TransportError(f"it was interrupted while the ranks voted on call {number}"))
         super().abort(error)
 
-    def _give_up(self, why: TransportError) -> None:
+    def _give_up(self, reason: TransportError) -> None:
         """Refuse further calls, and end the calls of other ranks."""
         if self._given_up is None:
-            self._given_up = why
+            self._given_up = reason
             self._votes.vote(self.number + 1, False)
-            if not isinstance(why, RankFailedError):  # MPI reports dead ranks itself
+            if not isinstance(reason, RankFailedError):  # MPI reports dead ranks itself
                 with suppress(MPI.Exception):  # then the other ranks time out
                     self._comm.Revoke()  # ends their waits for messages
 

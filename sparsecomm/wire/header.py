@@ -81,20 +81,9 @@ class CallSignature:
         name = self.algorithm.encode("ascii")
         if len(name) > _NAME_BYTES:  # its beginning and a checksum of all of it
             name = name[: _NAME_BYTES - 9] + b"~%08x" % zlib.crc32(name)
-        return _CALL.pack(
-            _MAGIC,
-            self.dtype,
-            self.op,
-            self.wire,
-            self.residual << 1 | self.out << 2,
-            self.n,
-            self.k,
-            name,
-            self.shape,
-            min(self.chunk, _MAX_CHUNK),
-            self.costs,
-            self.label,
-        )
+        flags, chunk = self.residual << 1 | self.out << 2, min(self.chunk, _MAX_CHUNK)
+        fields = self.dtype, self.op, self.wire, flags, self.n, self.k, name, self.shape, chunk
+        return _CALL.pack(_MAGIC, *fields, self.costs, self.label)
 
     @classmethod
     def unpack(cls, data: bytes) -> CallSignature | None:

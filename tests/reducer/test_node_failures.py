@@ -30,7 +30,7 @@ PLACES = {  # methods that may fail
         *("sum_and_count", "concatenate_entries", "well_formed", "clear", "largest", "scatter_add", "divide"),
     ),
     Bucket: ("gradients", "set_aside"),
-    NodeCall: ("sum", "_sums", "gather", "_whole"),
+    NodeCall: ("sum", "_sums", "gather", "_concatenate"),
 }
 
 

@@ -60,23 +60,23 @@ class CudaBackend(Selection, Packing, BucketWork):
         self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
     ) -> None:
         other = Operand.of(others)
-        more: Arguments = {"others": other.indices, "other_host_count": other.host_count}
-        more |= {"other_device_count": other.device_count, "present": present}
-        self._scatter("scatter_add_where", dense_tensor, entries, more)
+        extra: Arguments = {"others": other.indices, "other_host_count": other.host_count}
+        extra |= {"other_device_count": other.device_count, "present": present}
+        self._scatter("scatter_add_where", dense_tensor, entries, extra)
 
-    def _scatter(self, kernel: str, dense: Tensor, entries: SparseVector, more: Arguments) -> None:
+    def _scatter(self, kernel: str, dense: Tensor, entries: SparseVector, extra: Arguments) -> None:
         added, types = Operand.of(entries), dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE)
-        self._elementwise(kernel, added.max_count, types, {"dense": dense, **added.arguments(), **more})
+        self._elementwise(kernel, added.max_count, types, {"dense": dense, **added.arguments(), **extra})
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         if isinstance(entries, DenseSum):
             self.cast_into(entries.dense, out)
         elif out.size:
             types = dense_definitions(out.dtype, int64_indices=entries.size >= INT64_SIZE)
-            given: Arguments = {"out": out, "n": out.size, "aligned": out.pointer % 16 == 0}
-            given |= Operand.of(entries).arguments()
+            arguments: Arguments = {"out": out, "n": out.size, "aligned": out.pointer % 16 == 0}
+            arguments |= Operand.of(entries).arguments()
             tiles = ceil_div(out.size, self.tuning.densify_tile)
-            self.start(self.prepare("dense.cu", "densify", types, tiles, self.tuning.dense_threads, given))
+            self.start(self.prepare("dense.cu", "densify", types, tiles, self.tuning.dense_threads, arguments))
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
         if isinstance(entries, DenseSum):
@@ -86,25 +86,25 @@ class CudaBackend(Selection, Packing, BucketWork):
 
     def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
         if isinstance(entries, DenseSum):
-            given = Operand(entries.dense, entries.dense, entries.size, entries.size, None)
+            operand = Operand(entries.dense, entries.dense, entries.size, entries.size, None)
         else:
-            given = Operand.of(entries)
-        quotients = self.runtime.empty(given.max_count, given.values.dtype)
-        arguments: Arguments = given.arguments() | {"by": quotients.dtype.type(divisor), "counts": None}
+            operand = Operand.of(entries)
+        quotients = self.runtime.empty(operand.max_count, operand.values.dtype)
+        arguments: Arguments = operand.arguments() | {"by": quotients.dtype.type(divisor), "counts": None}
         arguments["to"] = quotients
         del arguments["indices"]
-        self._elementwise("divide", given.max_count, dense_definitions(dtype_of(quotients)), arguments)
+        self._elementwise("divide", operand.max_count, dense_definitions(dtype_of(quotients)), arguments)
         if isinstance(entries, DenseSum):
             return self.nonzeros(quotients, entries.shape)
         if isinstance(entries, CountedVector):
             return entries.with_values(quotients)
-        return SparseVector.trusted(given.indices, quotients, entries.size, entries.shape)
+        return SparseVector.trusted(operand.indices, quotients, entries.size, entries.shape)
 
     def means(self, entries: SparseVector, counts: Array) -> SparseVector:
         quotients, count = self.runtime.empty(entries.nnz, entries.values.dtype), entries.nnz
-        given: Arguments = {"values": entries.values, "host_count": count, "device_count": None}
-        given |= {"by": quotients.dtype.type(1), "counts": counts, "to": quotients}
-        self._elementwise("divide", count, dense_definitions(dtype_of(quotients)), given)
+        arguments: Arguments = {"values": entries.values, "host_count": count, "device_count": None}
+        arguments |= {"by": quotients.dtype.type(1), "counts": counts, "to": quotients}
+        self._elementwise("divide", count, dense_definitions(dtype_of(quotients)), arguments)
         return self.with_values(entries, quotients)
 
     def not_zero(self, values: Array) -> Array:
@@ -116,9 +116,9 @@ class CudaBackend(Selection, Packing, BucketWork):
         end = entries.size if end is None else end
         faults, (indices, values, count) = self.zeros(1, np.uint32), (entries.indices, entries.values, entries.nnz)
         types = dense_definitions(dtype_of(values), int64_indices=entries.size >= INT64_SIZE)
-        given: Arguments = {"indices": indices, "values": values, "count": count, "begin": begin, "end": end}
-        given["faults"] = faults
-        self._elementwise("well_formed", count, types, given)
+        arguments: Arguments = {"indices": indices, "values": values, "count": count, "begin": begin, "end": end}
+        arguments["faults"] = faults
+        self._elementwise("well_formed", count, types, arguments)
         return not read_word(self.runtime, faults)
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
@@ -132,8 +132,8 @@ class CudaBackend(Selection, Packing, BucketWork):
         self._elementwise("add", n, dense_definitions(dtype_of(total)), {"sum": total, "addend": addend, "n": n})
 
     def cast_into(self, values: Array | None, out: Tensor) -> None:
-        given: Arguments = {"values": values, "n": out.size, "dense": out}
-        self._elementwise("narrow", out.size, dense_definitions(out.dtype), given)
+        arguments: Arguments = {"values": values, "n": out.size, "dense": out}
+        self._elementwise("narrow", out.size, dense_definitions(out.dtype), arguments)
 
     def _elementwise(self, name: str, max_count: int, types: tuple[str, ...], arguments: Arguments) -> None:
         """Start a kernel of dense.cu with about one thread per entry or element."""

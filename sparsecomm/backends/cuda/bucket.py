@@ -46,12 +46,12 @@ class BucketWork(ExecutionContext):
         if_finite: bool,
     ) -> tuple[int, Flags]:
         real, flags = residual.dtype, self.zeros(len(addends), np.uint32) if if_finite else None
-        given, tiles = self._sources(addends)
-        given["flags"] = flags
-        check = [self._by_tile("check_addends", tiles, real, given)] if if_finite else []
-        given = given | {"decay": real.type(decay), "momentum": real.type(momentum)}
-        given |= {"residual": residual, "velocity": velocity}
-        self.start(*check, self._by_tile("add_addends", tiles, real, given))
+        arguments, tiles = self._sources(addends)
+        arguments["flags"] = flags
+        check = [self._by_tile("check_addends", tiles, real, arguments)] if if_finite else []
+        arguments = arguments | {"decay": real.type(decay), "momentum": real.type(momentum)}
+        arguments |= {"residual": residual, "velocity": velocity}
+        self.start(*check, self._by_tile("add_addends", tiles, real, arguments))
         return len(addends), () if flags is None else flags
 
     def wait_for(self, vectors: Sequence[SparseVector], flags: Flags = ()) -> list[int]:
@@ -62,31 +62,31 @@ class BucketWork(ExecutionContext):
         words = fetch(self.runtime, *[(self.runtime.address(array), array.nbytes) for array in arrays])
         for vector, count in zip(unknown, words[: 8 * len(unknown)].view(np.uint64).tolist(), strict=True):
             vector.host_count = count
-        found: list[int] = np.flatnonzero(words[8 * len(unknown) :].view(np.uint32)).tolist()
-        return found
+        left_out: list[int] = np.flatnonzero(words[8 * len(unknown) :].view(np.uint32)).tolist()
+        return left_out
 
     def sums_of_squares(self, tensors: Sequence[Tensor]) -> list[float]:
-        ends, of_tiles = [0, *accumulate(ceil_div(tensor.size, SQUARES_TILE) for tensor in tensors)], []
+        ends, tile_sums = [0, *accumulate(ceil_div(tensor.size, SQUARES_TILE) for tensor in tensors)], []
         if filled := [Addend(0, tensor) for tensor in tensors if tensor.size]:
-            given, tiles = self._sources(filled)
-            given["sums"] = sums = self.runtime.empty(tiles, np.float64)
-            self.start(self._by_tile("sum_squares", tiles, filled[0].x.dtype.accumulator, given))
-            of_tiles = fetch(self.runtime, (self.runtime.address(sums), sums.nbytes)).view(np.float64).tolist()
-        return [sum_of_tiles(of_tiles[begin:end]) for begin, end in pairwise(ends)]
+            arguments, tiles = self._sources(filled)
+            arguments["sums"] = sums = self.runtime.empty(tiles, np.float64)
+            self.start(self._by_tile("sum_squares", tiles, filled[0].x.dtype.accumulator, arguments))
+            tile_sums = fetch(self.runtime, (self.runtime.address(sums), sums.nbytes)).view(np.float64).tolist()
+        return [sum_of_tiles(tile_sums[begin:end]) for begin, end in pairwise(ends)]
 
     def write(self, segments: Sequence[Segment], entries: SparseVector) -> None:
-        given, tiles = self._sources([Addend(*segment) for segment in segments if segment.tensor.size])
+        arguments, tiles = self._sources([Addend(*segment) for segment in segments if segment.tensor.size])
         if tiles:
             dense = entries.dense if isinstance(entries, DenseSum) else None
             added = Operand.of(entries) if dense is None else Operand(dense, dense, 0, 0, None)
-            given |= {"dense": dense, **added.arguments()}
-            self.start(self._by_tile("write_entries", tiles, added.values.dtype, given, entries.size))
+            arguments |= {"dense": dense, **added.arguments()}
+            self.start(self._by_tile("write_entries", tiles, added.values.dtype, arguments, entries.size))
 
     def add_entries(self, segments: Sequence[Segment], entries: SparseVector) -> None:
-        given, tiles = self._sources([Addend(*segment) for segment in segments if segment.tensor.size])
+        table, tiles = self._sources([Addend(*segment) for segment in segments if segment.tensor.size])
         added = Operand.of(entries)
         if tiles and added.max_count:
-            arguments: Arguments = {"sources": given["sources"], "count": given["count"], **added.arguments()}
+            arguments: Arguments = {"sources": table["sources"], "count": table["count"], **added.arguments()}
             self.start(self._by_entry("add_entries", added.max_count, added.values.dtype, arguments, entries.size))
 
     # -- AdamW --------------------------------------------------------------------------------------------------------
@@ -111,30 +111,30 @@ class BucketWork(ExecutionContext):
     ) -> AdamWStep:
         count, real = operand.max_count, operand.values.dtype
         weights, mean, squares, changes = (self.runtime.empty(count, real) for _ in range(4))
-        made = _Made(sums, begin, count, weights, mean, squares, changes, self.runtime.empty(count, np.int8))
-        faults, found = self.zeros(2, np.uint32), list[int]()
+        results = _Results(sums, begin, count, weights, mean, squares, changes, self.runtime.empty(count, np.int8))
+        flags, faults = self.zeros(2, np.uint32), list[int]()
         if count and parts:
-            given = {**self._parts(parts), "exponents": exponents, **operand.arguments(), "begin": begin}
-            given |= {"margin": real.type(margin), **made.arrays, "rounded": rounded, "faults": faults}
-            given["indices"] = None if sums is None else operand.indices
-            self.start(self._by_entry("adamw", count, real, given, 0 if sums is None else sums.size))
-            found = self.wait_for([] if sums is None else [sums], faults)
+            arguments = {**self._parts(parts), "exponents": exponents, **operand.arguments(), "begin": begin}
+            arguments |= {"margin": real.type(margin), **results.arrays, "rounded": rounded, "faults": flags}
+            arguments["indices"] = None if sums is None else operand.indices
+            self.start(self._by_entry("adamw", count, real, arguments, 0 if sums is None else sums.size))
+            faults = self.wait_for([] if sums is None else [sums], flags)
         nnz = count if sums is None else sums.nnz
-        return AdamWStep(made.changes[:nnz], made.jumps[:nnz], bool(found), 1 not in found, made)
+        return AdamWStep(results.changes[:nnz], results.jumps[:nnz], bool(faults), 1 not in faults, results)
 
-    def store_adamw(self, parts: Sequence[AdamWPart], exponents: Array | None, made: AdamWStep, write: bool) -> None:
-        results: _Made = made.results
+    def store_adamw(self, parts: Sequence[AdamWPart], exponents: Array | None, step: AdamWStep, write: bool) -> None:
+        results: _Results = step.results
         if results.room and parts:
-            given = {**self._parts(parts, False), "exponents": exponents, **results.entries, "begin": results.begin}
-            given |= {**results.arrays, "write": write}
+            arguments = {**self._parts(parts, False), "exponents": exponents, **results.entries, "begin": results.begin}
+            arguments |= {**results.arrays, "write": write}
             size = 0 if results.sums is None else results.sums.size
-            self.start(self._by_entry("store_adamw", results.room, results.changes.dtype, given, size))
+            self.start(self._by_entry("store_adamw", results.room, results.changes.dtype, arguments, size))
 
     def change_units(self, residual: Tensor, exponents: Array, changes: SparseVector) -> None:
         added, real = Operand.of(changes), residual.dtype.accumulator
         if added.max_count:
-            given: Arguments = {"residual": residual, "exponents": exponents, **added.arguments()}
-            self.start(self._by_entry("change_units", added.max_count, real, given, changes.size))
+            arguments: Arguments = {"residual": residual, "exponents": exponents, **added.arguments()}
+            self.start(self._by_entry("change_units", added.max_count, real, arguments, changes.size))
 
     # -- tables and launches ------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class BucketWork(ExecutionContext):
         return self.prepare("bucket.cu", name, types, self.spread(count, threads), threads, arguments)
 
 
-class _Made(NamedTuple):
+class _Results(NamedTuple):
     """Results of the kernel `adamw`, for sums with indices, or for all elements from ``begin`` on."""
 
     sums: SparseVector | None
@@ -209,6 +209,6 @@ class _Made(NamedTuple):
     def entries(self) -> Arguments:
         if self.sums is None:
             return {"indices": None, "host_count": self.room, "device_count": None}
-        given = Operand.of(self.sums).arguments()
-        del given["values"]
-        return given
+        arguments = Operand.of(self.sums).arguments()
+        del arguments["values"]
+        return arguments

@@ -80,7 +80,7 @@ class Workspace:
         return array
 
 
-class _OfThread(threading.local):
+class _ThreadWorkspaces(threading.local):
     def __init__(self) -> None:
         self.workspaces: dict[int, Workspace] = {}
 
@@ -96,7 +96,7 @@ class ExecutionContext(Backend):
         self.runtime, self.tuning = runtime, replace(tuning, **sizes)
         self.in_use = MemoryInUse()
         self._definitions = self.tuning.definitions + structure_definitions(self.tuning)
-        self._workspaces, self._of_thread = dict[int, Workspace](), _OfThread()  # by the handle of the stream
+        self._workspaces, self._per_thread = dict[int, Workspace](), _ThreadWorkspaces()  # by the handle of the stream
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
         self._side: Stream | None = None
 
@@ -105,7 +105,7 @@ class ExecutionContext(Backend):
         stream = self.runtime.stream()
         # PER_THREAD is a different stream in every thread. Thread ids would not distinguish these, because they are
         # reused while work may still run.
-        workspaces = self._of_thread.workspaces if stream == PER_THREAD else self._workspaces
+        workspaces = self._per_thread.workspaces if stream == PER_THREAD else self._workspaces
         if stream not in workspaces:
             workspaces[stream] = Workspace(self.runtime, self.tuning)
         return workspaces[stream]
@@ -115,9 +115,9 @@ class ExecutionContext(Backend):
         return self.runtime.empty(count, index_dtype(size)), self.runtime.empty(count, value)
 
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
-        made = self.runtime.empty(count, dtype)
-        self.runtime.clear(made)
-        return made
+        array = self.runtime.empty(count, dtype)
+        self.runtime.clear(array)
+        return array
 
     def as_tensor(self, array: Array, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         address, device = self.runtime.address(array), Device("cuda", self.runtime.device)
@@ -162,7 +162,7 @@ class ExecutionContext(Backend):
         if (plan := plans.get(key)) is None:
             if len(plans) >= _MAX_PLANS:
                 plans.clear()
-            blocks = list(zip(addresses, (0 if each is None else each.nbytes for each in memory), strict=True))
+            blocks = list(zip(addresses, (0 if block is None else block.nbytes for block in memory), strict=True))
             plan = plans[key] = self.runtime.launcher([_moved(launch, blocks) for launch in launches()])
         plan(addresses)
         written = self.runtime.record()
@@ -276,8 +276,8 @@ class Operand(NamedTuple):
 
     def arguments(self, prefix: str = "") -> Arguments:
         names = "indices", "values", "host_count", "device_count"
-        given = self.indices, self.values, self.host_count, self.device_count
-        return {prefix + name: argument for name, argument in zip(names, given, strict=True)}
+        values = self.indices, self.values, self.host_count, self.device_count
+        return {prefix + name: argument for name, argument in zip(names, values, strict=True)}
 
 
 def _moved(launch: Launch, blocks: Sequence[tuple[int, int]]) -> Launch:

@@ -41,7 +41,7 @@ class CupyRuntime:
         self._entered = _Entered()
         self._streams: dict[int, Any] = {}  # that CuPy did not create, by handle
         self._events: dict[int, Any] = {}
-        self._of_graphs: list[Array] = []  # which replays write to, even if nobody else refers to them
+        self._of_graphs: list[Array] = []  # arrays that replays write to, even if nobody else refers to them
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
         key = file, name, definitions
@@ -54,11 +54,11 @@ class CupyRuntime:
 
     def launcher(self, launches: Sequence[Launch]) -> Callable[[tuple[int, ...]], None]:
         kernels = [(kernel.ptr, *sizes, tuple(arguments.values())) for kernel, *sizes, arguments in launches]
-        made = _launch.Launcher(self._launch, kernels)
+        launcher = _launch.Launcher(self._launch, kernels)
 
         def start(addresses: tuple[int, ...]) -> None:
             cupy.cuda.runtime.setDevice(self.device)  # gives a new thread its CUDA context
-            if error := made.start(cupy.cuda.get_current_stream().ptr, addresses):
+            if error := launcher.start(cupy.cuda.get_current_stream().ptr, addresses):
                 raise cupy.cuda.driver.CUDADriverError(error)
 
         return start
@@ -71,11 +71,11 @@ class CupyRuntime:
         capturing = self.capturing()
         # PyTorch keeps memory for a graph that it captures itself, but not for one of CuPy.
         if torch is not None and (torch.cuda.is_current_stream_capturing() if capturing else nbytes >= _LARGE):
-            memory = _OfTorch(torch, max(nbytes, 1), self.device).pointer()
-        made: Array = cupy.ndarray((count,), dtype, memory)
+            memory = _TorchMemory(torch, max(nbytes, 1), self.device).pointer()
+        array: Array = cupy.ndarray((count,), dtype, memory)
         if capturing and memory is None:
-            self._of_graphs.append(made)
-        return made
+            self._of_graphs.append(array)
+        return array
 
     def address(self, array: Array) -> int:
         return int(array.data.ptr)  # type: ignore[attr-defined]
@@ -85,15 +85,15 @@ class CupyRuntime:
             return self.empty(0, dtype)
         nbytes = count * np.dtype(dtype).itemsize
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.device)
-        made: Array = cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
-        return made
+        array: Array = cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+        return array
 
     def clear(self, array: Array) -> None:
         cupy.cuda.runtime.memsetAsync(self.address(array), 0, array.nbytes, cupy.cuda.get_current_stream().ptr)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        made: NDArray[np.uint8] = np.ndarray((nbytes,), np.uint8, cupy.cuda.alloc_pinned_memory(max(nbytes, 1)))
-        return made
+        memory: NDArray[np.uint8] = np.ndarray((nbytes,), np.uint8, cupy.cuda.alloc_pinned_memory(max(nbytes, 1)))
+        return memory
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         cupy.cuda.runtime.memcpyAsync(to, source, nbytes, _ANY_DIRECTION, cupy.cuda.get_current_stream().ptr)
@@ -102,8 +102,8 @@ class CupyRuntime:
         return _Event()
 
     def capturing(self) -> bool:
-        known = self._entered.capturing
-        return bool(cupy.cuda.get_current_stream().is_capturing()) if known is None else known
+        capturing = self._entered.capturing
+        return bool(cupy.cuda.get_current_stream().is_capturing()) if capturing is None else capturing
 
     def stream(self) -> int:
         return cupy.cuda.get_current_stream().ptr or 1
@@ -118,17 +118,17 @@ class CupyRuntime:
         entered = None
         try:
             previous, before = cupy.cuda.get_current_stream(), self._entered.capturing
-            wanted = self._known(stream) if isinstance(stream, int) else stream
-            capturing = bool((previous if wanted is None else wanted).is_capturing())
-            torch = _torch() if wanted is None and not capturing else None
+            target = self._known(stream) if isinstance(stream, int) else stream
+            capturing = bool((previous if target is None else target).is_capturing())
+            torch = _torch() if target is None and not capturing else None
             if torch is not None and torch.cuda.is_current_stream_capturing():
                 raise InvalidInputError(
                     "PyTorch's current stream is being captured into a CUDA graph, and CuPy's is not: make calls "
                     "without a tensor of PyTorch, such as merge_topk, before or after the graph"
                 )
-            if wanted is not None and wanted.ptr != previous.ptr:
-                wanted.__enter__()
-                entered = wanted
+            if target is not None and target.ptr != previous.ptr:
+                target.__enter__()
+                entered = target
             self._entered.capturing = capturing
         except BaseException:
             device.__exit__(None, None, None)
@@ -177,7 +177,7 @@ def _torch() -> Any:
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
-class _OfTorch:
+class _TorchMemory:
     """Memory of PyTorch's allocator for the current stream. Under `torch.cuda.graph`, the graph keeps it."""
 
     def __init__(self, torch: Any, nbytes: int, device: int) -> None:
@@ -239,13 +239,13 @@ def _binary(source: str, options: tuple[str, ...]) -> bytes:
     path = folder / f"sparsecomm-{key}.cubin"
     with suppress(OSError):
         return path.read_bytes()
-    made: bytes = compiler.compile_using_nvrtc(source, options)[0]
+    binary: bytes = compiler.compile_using_nvrtc(source, options)[0]
     with suppress(OSError):  # a folder that cannot be written to: compile again next time
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(made)
+            file.write(binary)
         os.replace(file.name, path)  # atomically: other processes may write the same file
-    return made
+    return binary
 
 
 def _options(definitions: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,16 +23,16 @@ class MemoryInUse:
     """Keeps host memory alive while streams read or write it."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Event, Bytes]] = []
+        self._blocks: list[tuple[Event, Bytes]] = []
 
     def keep(self, memory: Bytes, until: Event) -> None:
-        self._kept = [(event, kept) for event, kept in self._kept if not event.done()]
-        self._kept.append((until, memory))
+        self._blocks = [(event, block) for event, block in self._blocks if not event.done()]
+        self._blocks.append((until, memory))
 
     def __del__(self) -> None:
         # At interpreter exit, CUDA and the names of this module may be gone.
         try:
-            for event, _ in self._kept:
+            for event, _ in self._blocks:
                 event.wait()
         except Exception:
             pass
@@ -69,13 +69,13 @@ class StagedMemory(MessageMemory):
             self._chunks.append(_Chunk(target + begin, target + end, written))
 
     def ready(self, message: Bytes, nbytes: int) -> None:
-        begin, left = message.ctypes.data, []
+        begin, remaining = message.ctypes.data, []
         for chunk in self._chunks:
             if chunk.begin < begin + nbytes and chunk.end > begin:
                 chunk.written.wait()
             else:
-                left.append(chunk)
-        self._chunks = left
+                remaining.append(chunk)
+        self._chunks = remaining
 
     def landed(self, message: Bytes, begin: int, end: int) -> None:
         address = message.ctypes.data
@@ -119,9 +119,9 @@ class DeviceMemory(MessageMemory):
 
     def empty(self, nbytes: int) -> Array:
         """Return new memory, after waiting for work on freed arrays that used the same memory."""
-        made = self._runtime.empty(nbytes, np.uint8)
+        array = self._runtime.empty(nbytes, np.uint8)
         self._runtime.synchronize()
-        return made
+        return array
 
     def put_header(self, header: bytes, to: Array) -> None:
         staged = self._runtime.pinned(len(header))

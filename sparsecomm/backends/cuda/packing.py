@@ -54,9 +54,10 @@ class Packing(ExecutionContext):
         types = packed_definitions(sent, values.dtype.itemsize == 8, entries.size >= INT64_SIZE)
         layout = _Layout.of(count, last - first, sent, values.dtype.itemsize == 8)
         message = runtime.empty(layout.nbytes, np.uint8)
-        given: Arguments = {"indices": indices, "values": values, "count": count, "first": first, "span": last - first}
-        given |= {"l": np.uint32(layout.low_bits), "flags": _EXACT_FLAG if exact else 0, "message": message}
-        self.start(self._per_entry("pack", types, count, given))
+        arguments: Arguments = {"indices": indices, "values": values, "count": count, "first": first}
+        arguments |= {"span": last - first, "l": np.uint32(layout.low_bits)}
+        arguments |= {"flags": _EXACT_FLAG if exact else 0, "message": message}
+        self.start(self._per_entry("pack", types, count, arguments))
         return message
 
     def unpack(
@@ -81,11 +82,11 @@ class Packing(ExecutionContext):
             raise ValueError(f"{len(data)} bytes; expected {layout.nbytes}")
         (indices, values), threads = self.room(count, n, value), self.tuning.packed_threads
         tiles, faults = ceil_div(layout.high_words, threads), self.zeros(1, np.uint32)
-        given: Arguments = {"message": data, "count": count, "first": first, "span": span}
-        given |= {"l": np.uint32(layout.low_bits), "indices": indices, "values": values}
-        given |= {"look_back": self.workspace().look_back(tiles), "faults": faults}
+        arguments: Arguments = {"message": data, "count": count, "first": first, "span": span}
+        arguments |= {"l": np.uint32(layout.low_bits), "indices": indices, "values": values}
+        arguments |= {"look_back": self.workspace().look_back(tiles), "faults": faults}
         types = packed_definitions(kind, float64_values, n >= INT64_SIZE)
-        self.start(self.prepare("packed.cu", "unpack", types, tiles, threads, given))
+        self.start(self.prepare("packed.cu", "unpack", types, tiles, threads, arguments))
         if read_word(self.runtime, faults):
             raise ValueError(f"bytes that are not {count} indices and valid values, or unused bits that are not zero")
         return indices, values
@@ -123,10 +124,10 @@ class Packing(ExecutionContext):
         if not count:
             return rounded, _Span(0, 0, False, kind), 0
         counters = self.zeros(2, np.uint64)  # of zeros, and of values that are not finite
-        given: Arguments = {"values": values, "count": count, "positions": positions, "rounded": rounded}
-        given |= {"errors": errors, "not_finite": counters[1:], "zeros": counters[:1]}
+        arguments: Arguments = {"values": values, "count": count, "positions": positions, "rounded": rounded}
+        arguments |= {"errors": errors, "not_finite": counters[1:], "zeros": counters[:1]}
         launches = self._find_not_finite(values, kind, counters)
-        self.start(*launches, self._per_entry("quantize_values", types, count, given))
+        self.start(*launches, self._per_entry("quantize_values", types, count, arguments))
         return rounded, *self._read(indices, kind, counters)
 
     def _drop_zeros(
@@ -134,18 +135,19 @@ class Packing(ExecutionContext):
     ) -> tuple[Array, Array, Array]:
         """Run drop_zeros. Return the values, indices and positions of the other entries."""
         count, threads = len(values), self.tuning.packed_threads
-        rest, at, again = (self.runtime.empty(count - zeros, a.dtype) for a in (values, indices, indices))
-        given: Arguments = {"values": values, "indices": indices, "positions": positions, "count": count}
-        given |= {"rest_values": rest, "rest_indices": at, "rest_positions": again}
-        given |= {"look_back": self.workspace().look_back(ceil_div(count, threads))}
-        self.start(self.prepare("packed.cu", "drop_zeros", types, ceil_div(count, threads), threads, given))
-        return rest, at, again
+        nonzero = [self.runtime.empty(count - zeros, array.dtype) for array in (values, indices, indices)]
+        new_values, new_indices, new_positions = nonzero
+        arguments: Arguments = {"values": values, "indices": indices, "positions": positions, "count": count}
+        arguments |= {"rest_values": new_values, "rest_indices": new_indices, "rest_positions": new_positions}
+        arguments |= {"look_back": self.workspace().look_back(ceil_div(count, threads))}
+        self.start(self.prepare("packed.cu", "drop_zeros", types, ceil_div(count, threads), threads, arguments))
+        return new_values, new_indices, new_positions
 
     def _find_not_finite(self, values: Array, kind: ValueKind, counters: Array) -> list[Launch]:
         """Return the launch of find_not_finite, which counts into the second counter; none if all are allowed."""
-        given: Arguments = {"values": values, "count": len(values), "found": counters[1:]}
+        arguments: Arguments = {"values": values, "count": len(values), "found": counters[1:]}
         types = packed_definitions(kind, False, False)
-        return [self._per_entry("find_not_finite", types, len(values), given)] if kind.planes else []
+        return [self._per_entry("find_not_finite", types, len(values), arguments)] if kind.planes else []
 
     def _per_entry(self, name: str, types: tuple[str, ...], entries: int, arguments: Arguments) -> Launch:
         threads = self.tuning.packed_threads

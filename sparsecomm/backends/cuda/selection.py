@@ -81,9 +81,9 @@ class Selection(ExecutionContext):
             make = lambda: [self._radix(x, residual, k, entries, _NO_CANDIDATES)]  # noqa: E731
             self.start_plan(key, (x, residual, entries.memory), make, [entries])
         else:
-            found = _Candidates.room(self, capacity, x.size, (residual or x).dtype.itemsize)
-            memory = x, residual, entries.memory, found.memory
-            self.start_plan(key, memory, lambda: self._sampled(x, residual, k, sample, entries, found), [entries])
+            candidates = _Candidates.room(self, capacity, x.size, (residual or x).dtype.itemsize)
+            memory = x, residual, entries.memory, candidates.memory
+            self.start_plan(key, memory, lambda: self._sampled(x, residual, k, sample, entries, candidates), [entries])
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
@@ -92,8 +92,8 @@ class Selection(ExecutionContext):
             k = chunk = tile
         chunk = min(chunk, max(x.size, 1))
         k = min(k, chunk)
-        whole, rest = divmod(x.size, chunk)
-        entries = self._room_for(whole * k + min(k, rest), x)
+        num_full, rest = divmod(x.size, chunk)
+        entries = self._room_for(num_full * k + min(k, rest), x)
         if not x.size:
             entries.host_count = 0
         else:
@@ -105,26 +105,26 @@ class Selection(ExecutionContext):
         self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float, entries: CountedVector
     ) -> Launch:
         """Return the launch of warp_chunks.cu or chunks.cu."""
-        size, tile, whole = self.tuning, self.tuning.by_chunk_threads * self.tuning.by_chunk_items, x.size // chunk
-        given = _dense(x, residual) | {"k": k, "chunk": chunk}
+        size, tile, num_full = self.tuning, self.tuning.by_chunk_threads * self.tuning.by_chunk_items, x.size // chunk
+        arguments = _dense(x, residual) | {"k": k, "chunk": chunk}
         # Warps select alone, unless chunks are so long and few that most warps would be idle.
-        many = whole >= 16 * self.runtime.multiprocessors
-        suits = size.by_warp_min_chunk <= chunk <= (1 << 15 if many else tile)
-        if suits and k <= size.by_warp_max_k:
+        many_chunks = num_full >= 16 * self.runtime.multiprocessors
+        suits_warps = size.by_warp_min_chunk <= chunk <= (1 << 15 if many_chunks else tile)
+        if suits_warps and k <= size.by_warp_max_k:
             per_warp = max(1, min(size.by_warp_part // chunk, size.by_warp_max_k // k))
             name, threads = "warp_chunks", size.by_warp_threads
-            tiles, at_once = ceil_div(x.size, threads // 32 * per_warp * chunk), size.by_warp_blocks
-            given |= {"chunks_per_warp": per_warp, "wanted": _quads_wanted(k, chunk, x.dtype.itemsize)}
+            tiles, max_blocks = ceil_div(x.size, threads // 32 * per_warp * chunk), size.by_warp_blocks
+            arguments |= {"chunks_per_warp": per_warp, "wanted": _quads_wanted(k, chunk, x.dtype.itemsize)}
         else:
             per_tile = max(1, tile // chunk)
             name, threads = "chunks", size.by_chunk_threads
-            tiles, at_once = ceil_div(x.size, per_tile * chunk), size.by_chunk_blocks
-            given |= {"chunks_per_tile": per_tile}
-        given |= {"decay": x.dtype.accumulator.type(decay), "aligned": _aligned(x, residual)}
-        given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
-        given |= {"look_back": self.workspace().look_back(tiles)}
-        blocks = self._at_once(tiles, at_once)
-        return self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given)
+            tiles, max_blocks = ceil_div(x.size, per_tile * chunk), size.by_chunk_blocks
+            arguments |= {"chunks_per_tile": per_tile}
+        arguments |= {"decay": x.dtype.accumulator.type(decay), "aligned": _aligned(x, residual)}
+        arguments |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
+        arguments |= {"look_back": self.workspace().look_back(tiles)}
+        blocks = self._num_blocks(tiles, max_blocks)
+        return self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, arguments)
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         self._above(x, x, residual, _ABOVE_ALL, 0)  # needs no memory, which may have run out
@@ -136,23 +136,23 @@ class Selection(ExecutionContext):
         parts: list[SparseVector] = []
         rest: Tensor | None = x
         while True:
-            found = self._above(rest, x, residual, key, min(capacity, max(x.size, 1)))
-            count = found.nnz
+            entries = self._above(rest, x, residual, key, min(capacity, max(x.size, 1)))
+            count = entries.nnz
             if residual is None and count > capacity:  # repeat with room for all
                 capacity = count
                 continue
-            here = min(count, capacity)
-            parts.append(SparseVector.trusted(found.room[0][:here], found.room[1][:here], x.size, x.shape))
-            if count == here:
+            stored = min(count, capacity)
+            parts.append(SparseVector.trusted(entries.room[0][:stored], entries.room[1][:stored], x.size, x.shape))
+            if count == stored:
                 return self.concatenate_entries(parts)
-            rest, capacity = None, count - here  # other entries are still in the residual, at higher indices
+            rest, capacity = None, count - stored  # other entries are still in the residual, at higher indices
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         def find(dense: Array) -> tuple[Array, Array]:
             backend = type(self)(self.runtime, self.tuning)  # a new one, because any thread may call this at any time
             with OnStream(self.runtime, None, lambda: self.runtime.follow(written)):
-                found = backend.threshold(backend.as_tensor(dense, dense.shape), 0.0, None)
-                return found.indices, found.values
+                entries = backend.threshold(backend.as_tensor(dense, dense.shape), 0.0, None)
+                return entries.indices, entries.values
 
         written = self.runtime.record()
         return DenseSum(dense, shape, find)
@@ -164,80 +164,91 @@ class Selection(ExecutionContext):
         size, accumulator = self.tuning, a._accumulator
         left, right = Operand.of(a), Operand.of(b)
         max_count = left.max_count + right.max_count
-        kept, lost = (self.counted(count, accumulator, a.size, a.shape) for count in (min(k, max_count), max_count))
+        selected, rejected = (self.counted(n, accumulator, a.size, a.shape) for n in (min(k, max_count), max_count))
         definitions = merge_definitions(accumulator.itemsize == 8, a.size >= INT64_SIZE)
-        found = _Candidates.room(self, max_count, a.size, accumulator.itemsize)
+        candidates = _Candidates.room(self, max_count, a.size, accumulator.itemsize)
         tiles = max(1, ceil_div(max_count, size.merge_threads * size.merge_items))
-        given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
-        given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().state("SELECTION")}
-        union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
-        self.start(union, self._emit("merge.cu", definitions, found, kept, lost), writes=[kept, lost])
-        return kept, lost
+        arguments = left.arguments("a_") | right.arguments("b_") | {"k": k}
+        arguments |= {"indices": candidates.indices, "bits": candidates.bits}
+        arguments |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().state("SELECTION")}
+        union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, arguments)
+        emit = self._emit("merge.cu", definitions, candidates, selected, rejected)
+        self.start(union, emit, writes=[selected, rejected])
+        return selected, rejected
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _sampled(
-        self, x: Tensor, residual: Tensor | None, k: int, sample: _Sample, entries: CountedVector, found: _Candidates
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        k: int,
+        sample: _Sample,
+        entries: CountedVector,
+        candidates: _Candidates,
     ) -> list[Launch]:
         """Return the launches of topk.cu, and of radix.cu, which selects if the sample was unlucky."""
         size, work, definitions = self.tuning, self.workspace(), _definitions_of(x, residual)
-        given = _dense(x, residual) | {"aligned": _aligned(x, residual)}
-        given |= {"sectors": sample.sectors, "wanted": sample.wanted}
-        given |= {"state": work.state("SAMPLE"), "selection": work.state("SELECTION")}
+        arguments = _dense(x, residual) | {"aligned": _aligned(x, residual)}
+        arguments |= {"sectors": sample.sectors, "wanted": sample.wanted}
+        arguments |= {"state": work.state("SAMPLE"), "selection": work.state("SELECTION")}
         blocks = min(ceil_div(sample.sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
-        sampling = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
+        sampling = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, arguments)
         rounds = self._filter_rounds(x, sample.wanted / sample.elements)
         tiles = self._filter_tiles(x, rounds)
-        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), "capacity": found.capacity}
-        given |= {"rounds": np.uint32(rounds), "indices": found.indices, "bits": found.bits}
-        given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.state("SELECTION")}
-        blocks = self._at_once(tiles, size.filter_blocks)
-        filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, given)
-        emit = self._emit("topk.cu", definitions, found, entries, residual=residual)
-        return [sampling, filter_, emit, self._radix(x, residual, k, entries, found)]
+        arguments = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), "capacity": candidates.capacity}
+        arguments |= {"rounds": np.uint32(rounds), "indices": candidates.indices, "bits": candidates.bits}
+        arguments |= {"look_back": self._look_back(tiles, candidates.capacity), "selection": work.state("SELECTION")}
+        blocks = self._num_blocks(tiles, size.filter_blocks)
+        filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, arguments)
+        emit = self._emit("topk.cu", definitions, candidates, entries, residual=residual)
+        return [sampling, filter_, emit, self._radix(x, residual, k, entries, candidates)]
 
-    def _radix(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates) -> Launch:
+    def _radix(
+        self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, candidates: _Candidates
+    ) -> Launch:
         """Return the launch of radix.cu. With candidates, it does nothing unless these were too few or too many."""
         work, threads = self.workspace(), self.tuning.radix_threads
         rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
         blocks = min(rows, 2 * self.runtime.multiprocessors)  # in most calls they only read one flag
-        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual)}
-        given |= {"from_start": found is _NO_CANDIDATES, **found.arguments}
-        given |= {"kept_indices": entries.room[0], "kept_values": entries.room[1], "kept_count": entries.counter}
-        given |= {"state": work.state("RADIX", 16 * blocks), "selection": work.state("SELECTION")}
-        return self.prepare("radix.cu", "radix", _definitions_of(x, residual), blocks, threads, given)
+        arguments = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual)}
+        arguments |= {"from_start": candidates is _NO_CANDIDATES, **candidates.arguments}
+        arguments |= {"kept_indices": entries.room[0], "kept_values": entries.room[1], "kept_count": entries.counter}
+        arguments |= {"state": work.state("RADIX", 16 * blocks), "selection": work.state("SELECTION")}
+        return self.prepare("radix.cu", "radix", _definitions_of(x, residual), blocks, threads, arguments)
 
     def _above(self, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int) -> CountedVector:
         """Run threshold.cu. ``rest``: x, or None to search only the residual."""
-        found, tiles = self._room_for(capacity, x), self._filter_tiles(x, self.tuning.filter_rounds)
-        self.runtime.clear(found.counter)
+        entries, tiles = self._room_for(capacity, x), self._filter_tiles(x, self.tuning.filter_rounds)
+        self.runtime.clear(entries.counter)
         if tiles:
-            given = _dense(x, residual) | {"x": rest, "aligned": _aligned(x, residual), "threshold": key}
-            given |= {"capacity": capacity, "indices": found.room[0], "values": found.room[1], "count": found.counter}
-            given |= {"look_back": self.workspace().look_back(tiles)}
+            arguments = _dense(x, residual) | {"x": rest, "aligned": _aligned(x, residual), "threshold": key}
+            arguments |= {"capacity": capacity, "indices": entries.room[0], "values": entries.room[1]}
+            arguments |= {"count": entries.counter, "look_back": self.workspace().look_back(tiles)}
             types, threads = _definitions_of(x, residual), self.tuning.filter_threads
-            blocks = self._at_once(tiles, self.tuning.filter_blocks)
-            self.start(self.prepare("threshold.cu", "threshold", types, blocks, threads, given))
-        return found
+            blocks = self._num_blocks(tiles, self.tuning.filter_blocks)
+            self.start(self.prepare("threshold.cu", "threshold", types, blocks, threads, arguments))
+        return entries
 
     def _emit(
         self,
         file: str,
         definitions: tuple[str, ...],
-        found: _Candidates,
-        kept: CountedVector,
-        lost: CountedVector | None = None,
+        candidates: _Candidates,
+        selected: CountedVector,
+        rejected: CountedVector | None = None,
         residual: Tensor | None = None,
     ) -> Launch:
-        """Return the launch of emit.cuh, which ``file`` includes. Rejected entries go to ``lost`` or ``residual``."""
-        size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
-        given: Arguments = {"indices": found.indices, "bits": found.bits}
-        given |= {"kept_indices": kept.room[0], "kept_values": kept.room[1]}
-        given |= {"lost_indices": lost.room[0] if lost else None, "lost_values": lost.room[1] if lost else None}
-        given |= {"residual": residual, "kept_count": kept.counter, "lost_count": lost.counter if lost else None}
-        given |= {"look_back": work.look_back(tiles), "selection": work.state("SELECTION")}
-        blocks = self._at_once(tiles, size.tail_blocks)
-        return self.prepare(file, "emit", definitions, blocks, size.emit_threads, given)
+        """Return the launch of emit.cuh, which ``file`` includes. Other entries go to ``rejected`` or ``residual``."""
+        size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(candidates.capacity)
+        indices, values, count = (None, None, None) if rejected is None else (*rejected.room, rejected.counter)
+        arguments: Arguments = {"indices": candidates.indices, "bits": candidates.bits}
+        arguments |= {"kept_indices": selected.room[0], "kept_values": selected.room[1]}
+        arguments |= {"lost_indices": indices, "lost_values": values, "residual": residual}
+        arguments |= {"kept_count": selected.counter, "lost_count": count}
+        arguments |= {"look_back": work.look_back(tiles), "selection": work.state("SELECTION")}
+        blocks = self._num_blocks(tiles, size.tail_blocks)
+        return self.prepare(file, "emit", definitions, blocks, size.emit_threads, arguments)
 
     def _look_back(self, tiles: int, capacity: int) -> int:
         """Return the address of a look-back over ``tiles`` and later over the tiles of `emit`, which reuses it."""
@@ -259,9 +270,9 @@ class Selection(ExecutionContext):
         size = self.tuning
         return ceil_div(x.size, size.filter_threads * rounds * size.filter_vectors * (16 // x.dtype.itemsize))
 
-    def _at_once(self, tiles: int, blocks: int) -> int:
-        """Return the number of blocks for ``tiles``: at least one, and at most ``blocks`` per multiprocessor."""
-        return max(1, min(tiles, blocks * self.runtime.multiprocessors))
+    def _num_blocks(self, tiles: int, per_multiprocessor: int) -> int:
+        """Return the number of blocks for ``tiles``: at least one, and at most ``per_multiprocessor``."""
+        return max(1, min(tiles, per_multiprocessor * self.runtime.multiprocessors))
 
     def _room_for(self, count: int, x: Tensor) -> CountedVector:
         return self.counted(count, x.dtype.accumulator, x.size, x.shape)

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network = parser.add_argument_group("the network")
     measured = "measure what you do not pass; start the command with mpirun, srun or torchrun"
     network.add_argument("--measure", action="store_true", help=measured)
-    often = "duration of each measurement, roughly (%(default)s)"
-    network.add_argument("--seconds", type=options.duration, default="2s", metavar="TIME", help=often)
+    seconds = "duration of each measurement, roughly (%(default)s)"
+    network.add_argument("--seconds", type=options.duration, default="2s", metavar="TIME", help=seconds)
     network.add_argument("--ranks", type=options.count, metavar="P", help="number of ranks that train")
     per_node = "ranks on each node, such as the GPUs of a machine, which share its link (1)"
     network.add_argument("--ranks-per-node", type=options.count, metavar="M", help=per_node)
@@ -249,8 +249,10 @@ def draw(
     """Return the figure of utilisation: on the left against the rate, on the right against H."""
     H = chosen.H if chosen.H > 1 else max(every)
     networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
-    shown = list(dict.fromkeys((H, chosen.H)))  # local steps per round; only the chosen method is shown with the second
-    by_rate = [(net.rate, way) for net in networks for way in methods.ways(training, net, shown, costs, optimizer)]
+    lengths_by_rate = list(dict.fromkeys((H, chosen.H)))  # of a round; only the chosen method is drawn with the second
+    by_rate = [
+        (net.rate, way) for net in networks for way in methods.ways(training, net, lengths_by_rate, costs, optimizer)
+    ]
     by_length = list(methods.ways(training, network, every, costs, optimizer))
     figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for method, look in _STYLES.items():

@@ -180,19 +180,19 @@ def advice(chosen: Way, table: Sequence[Way], training: Training, network: Netwo
     locally = [way for way in table if way.method == DENSE_LOCAL and way.H == chosen.H]
     others = [f"{_utilisation(dense)} with dense sums in every step"] if dense is not chosen else []
     others += [f"{_utilisation(way)} with dense local steps of H = {way.H}" for way in locally if way is not chosen]
-    pays = chosen.method in (ADAMW, SGD, LOCAL, DELAYED)
+    sparse_pays = chosen.method in (ADAMW, SGD, LOCAL, DELAYED)
     instead = f", instead of {' and '.join(others)}" if others else ""
     what = _WHAT[chosen.method].format(H=chosen.H, density=number_text(chosen.exchange.density))
-    verdict = "Sparse sums pay off here." if pays else "Sparse sums do not pay off here."
-    take = f"Use {what}: ranks compute {_utilisation(chosen)} of the time{instead}."
+    verdict = "Sparse sums pay off here." if sparse_pays else "Sparse sums do not pay off here."
+    recommendation = f"Use {what}: ranks compute {_utilisation(chosen)} of the time{instead}."
     if chosen.H > 1:
         way = min((way for way in table if way.method in (ADAMW, SGD)), key=_seconds)
         what = _WHAT[way.method].format(density=number_text(way.exchange.density))
-        take += f" The simplest change: {what}, with which ranks compute {_utilisation(way)} of the time."
+        recommendation += f" The simplest change: {what}, with which ranks compute {_utilisation(way)} of the time."
     caveats = [
         line for caveat in _caveats(chosen, table, network) for line in wrap(f"- {caveat}", 100, subsequent_indent="  ")
     ]
-    return [verdict, *wrap(take, 100), "", *(f"    {line}" for line in _code(chosen)), "", *caveats]
+    return [verdict, *wrap(recommendation, 100), "", *(f"    {line}" for line in _code(chosen)), "", *caveats]
 
 
 _WHAT = {
@@ -257,11 +257,11 @@ def _caveats(way: Way, table: Sequence[Way], network: Network) -> list[str]:
         lines.append(
             f"Exchanges are applied late, after fragment_sync_delay={way.exchange.delay}. The loss includes the effect."
         )
-    one, product = stream_rate(network), network.rate * network.rtt / 8
-    if one < network.rate / 2:
+    stream, product = stream_rate(network), network.rate * network.rtt / 8
+    if stream < network.rate / 2:
         lines.append(
-            f"A single TCP connection reaches {rate_text(one)} on this link, because of delay and loss. BBR does not "
-            "slow down after a loss: if you can, run `sysctl net.ipv4.tcp_congestion_control=bbr` on all machines."
+            f"A single TCP connection reaches {rate_text(stream)} on this link, because of delay and loss. BBR does "
+            "not slow down after a loss: if you can, run `sysctl net.ipv4.tcp_congestion_control=bbr` on all machines."
         )
     if product > _DEFAULT_BUFFERS:
         lines.append(

@@ -42,10 +42,10 @@ _VIRTUAL = re.compile(r"docker|br-|virbr|veth|podman|cni|flannel|cali|lxc|lxd") 
 
 def versions(comm: World) -> list[tuple[str, dict[str, str]]]:
     """Return each rank's host name, and its versions and settings. Collective."""
-    mine = {"sparsecomm": sc.__version__, "Python": platform.python_version()}
-    mine |= {name: version for name in ("numpy", "mpi4py", "torch") if (version := machine.version_of(name))}
-    mine |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")}
-    return comm.allgather((socket.gethostname(), mine))
+    own = {"sparsecomm": sc.__version__, "Python": platform.python_version()}
+    own |= {name: version for name in ("numpy", "mpi4py", "torch") if (version := machine.version_of(name))}
+    own |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")}
+    return comm.allgather((socket.gethostname(), own))
 
 
 def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
@@ -306,7 +306,7 @@ def _send_until(connections: Sequence[socket.socket], end: float) -> Report:
     control = connections[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     for connection in connections:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # discard unsent data
-    return Report(None, sum(again for again, _ in counts), sum(sent for _, sent in counts), control)
+    return Report(None, sum(retransmitted for retransmitted, _ in counts), sum(sent for _, sent in counts), control)
 
 
 def _repeat_until(
@@ -329,6 +329,6 @@ def _segments(connection: socket.socket) -> tuple[int, int]:
     """Return the number of segments that a connection sent again, and in all; 0 if the kernel does not count them."""
     with suppress(OSError, struct.error):
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
-        (again,), (sent,) = (struct.unpack_from("=I", info, offset) for offset in (_RETRANSMITTED, _SENT))
-        return again, sent
+        (retransmitted,), (sent,) = (struct.unpack_from("=I", info, offset) for offset in (_RETRANSMITTED, _SENT))
+        return retransmitted, sent
     return 0, 0

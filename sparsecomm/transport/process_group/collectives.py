@@ -29,12 +29,12 @@ class GroupCollectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def reduce_scatter(self, whole: Array, own: Array) -> None:
-        with self._on_current_stream(whole, own) as (source, target):
+    def reduce_scatter(self, slices: Array, own: Array) -> None:
+        with self._on_current_stream(slices, own) as (source, target):
             _reduce_scatter(target, source, group=self._group)
 
-    def all_gather(self, own: Array, whole: Array) -> None:
-        with self._on_current_stream(own, whole) as (source, target):
+    def all_gather(self, own: Array, gathered: Array) -> None:
+        with self._on_current_stream(own, gathered) as (source, target):
             _all_gather(target, source, group=self._group)
 
     @contextmanager

@@ -77,8 +77,8 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
         raise InvalidInputError("this process is not a member of the group: ranks outside a group must not call")
     if not is_registered(group):
         raise InvalidInputError("group was destroyed: make it again, or pass another one")
-    if (found := existing(group)) is not None:
-        return found
+    if (transport := existing(group)) is not None:
+        return transport
     if group is dist.group.WORLD and group.size() == 1:
         job.check_alone(
             "the default process group of torch.distributed has one",
@@ -207,10 +207,10 @@ def _join(connections: Connections, members: list[_Member], rank: int, timeout: 
         if time.monotonic() >= deadline or any(map(connections.failure, others)):
             break
     for other in others:
-        if why := connections.failure(other):
+        if reason := connections.failure(other):
             raise TransportError(
                 f"rank {rank} cannot connect to rank {other} at {members[other].address}, port {members[other].port}: "
-                f"{why}. {_ADVICE}"
+                f"{reason}. {_ADVICE}"
             )
     missing = [other for other in others if not connections.is_connected(other)]
     raise TimeoutError(
@@ -231,10 +231,10 @@ def own_address() -> str:
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
         return _address_of_interface(name)
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
-    for family, _, _, _, address in found:
+        addresses = []
+    for family, _, _, _, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.bind((str(address[0]), 0))
             return str(address[0])

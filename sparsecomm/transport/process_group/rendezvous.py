@@ -64,19 +64,19 @@ def rendezvous(
             nap = min(1.5 * nap, 0.05)
         return present
 
-    def arrive_in_thread(found: SimpleQueue[dict[int, str]], stop: Event) -> None:
+    def arrive_in_thread(arrivals: SimpleQueue[dict[int, str]], stop: Event) -> None:
         try:
-            found.put(arrive(store, stop.is_set))
+            arrivals.put(arrive(store, stop.is_set))
         except (RuntimeError, ValueError):  # raised again on the other connection
-            found.put({})
+            arrivals.put({})
 
     present: dict[int, str] = {}
     if clone is not None:
-        found: SimpleQueue[dict[int, str]] = SimpleQueue()
+        arrivals: SimpleQueue[dict[int, str]] = SimpleQueue()
         stop = Event()
-        _thread.start_new_thread(arrive_in_thread, (found, stop))
+        _thread.start_new_thread(arrive_in_thread, (arrivals, stop))
         try:
-            present = found.get(timeout=min(timeout, _SHARED_TIME))
+            present = arrivals.get(timeout=min(timeout, _SHARED_TIME))
         except Empty:
             pass
         finally:
@@ -107,13 +107,13 @@ def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
     present: dict[int, tuple[str, str]] = {}
     known: set[str] = set()  # tokens that have arrived or left
     for line in store.compare_set(_KEY, _NEVER_EQUAL, _NEVER_EQUAL).decode().splitlines():
-        sign, sender, its_token, record = line.split(" ", 3)
+        sign, sender, sender_token, record = line.split(" ", 3)
         if sign == "-":
-            if present.get(int(sender), ("", ""))[0] == its_token:
+            if present.get(int(sender), ("", ""))[0] == sender_token:
                 del present[int(sender)]
-        elif its_token not in known:
-            present[int(sender)] = its_token, record
-        known.add(its_token)  # two connections: lines may be repeated, or "-" may precede "+"
+        elif sender_token not in known:
+            present[int(sender)] = sender_token, record
+        known.add(sender_token)  # two connections: lines may be repeated, or "-" may precede "+"
         if len(present) == size:
             if present[rank][0] == token:
                 break

@@ -47,10 +47,10 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return ``SPARSECOMM_TIMEOUT`` if it is set, and otherwise the ``timeout`` of a process group, in seconds."""
     try:  # there is no public function
-        found = max(group._get_backend(device).options._timeout for device in group._device_types)
+        timeout = max(group._get_backend(device).options._timeout for device in group._device_types)
     except (AttributeError, RuntimeError, ValueError):  # a backend without options
-        found = dist.constants.default_pg_timeout
-    return config.timeout(found.total_seconds())
+        timeout = dist.constants.default_pg_timeout
+    return config.timeout(timeout.total_seconds())
 
 
 class _Request(Request):

@@ -92,13 +92,13 @@ def run(
         TransportError: greenlet is not installed (without ``threads``).
     """
     between = MessageCost(alpha, beta, gap)
-    given = zip((node_alpha, node_beta, node_gap), between, strict=True)
-    inside = MessageCost(*(outside if own is None else own for own, outside in given))
+    pairs = zip((node_alpha, node_beta, node_gap), between, strict=True)
+    inside = MessageCost(*(outside if own is None else own for own, outside in pairs))
     if size < 1 or min(*between, *inside) < 0:
         raise InvalidInputError(f"{size} ranks, {between}, {inside}: expected at least one rank and costs >= 0")
-    for name, each in (("node_of_rank", node_of_rank), ("delays", delays)):
-        if each is not None and len(each) != size:
-            raise InvalidInputError(f"{name} has {len(each)} items; expected {size}, one for each rank")
+    for name, items in (("node_of_rank", node_of_rank), ("delays", delays)):
+        if items is not None and len(items) != size:
+            raise InvalidInputError(f"{name} has {len(items)} items; expected {size}, one for each rank")
     if delays is not None and min(delays) < 0:
         raise InvalidInputError(f"delays contains {min(delays)}; expected at least 0 seconds")
     if not 0 <= loss < 1:

@@ -80,11 +80,11 @@ class Network:
         return self.between, self._out.get(source), self._in.get(target)
 
     def retransmission(self, sender: int, receiver: int, nbytes: int) -> float:
-        """Return by how much lost packets delay a message."""
+        """Return the seconds by which lost packets delay a message."""
         if not self._loss or self.node_of_rank[sender] == self.node_of_rank[receiver]:
             return 0.0
-        arrives = (1 - self._loss) ** -(-max(nbytes, 1) // _PACKET_BYTES)
-        return 0.0 if self._random.random() < arrives else _RETRANSMISSION
+        no_loss = (1 - self._loss) ** -(-max(nbytes, 1) // _PACKET_BYTES)  # the probability
+        return 0.0 if self._random.random() < no_loss else _RETRANSMISSION
 
 
 class Killed(BaseException):
@@ -268,9 +268,7 @@ class World:
         stuck = [(t, t._source) for t in self.ranks if t._source is not None]
         if [t for t, _ in stuck if t._wake_if_raises(t._check_leavers)]:
             return
-        if [
-            t for t, source in stuck if self.ranks[source].dead and t._wake_if_raises(partial(t._report_death, source))
-        ]:
+        if [t for t, source in stuck if t._wake_if_raises(partial(t._check_alive, source))]:
             return
         for t, source in stuck:
             t._send_control(source, WAITING, t._call)
@@ -460,9 +458,10 @@ class SimulatedTransport(FailureDetector):
             return True
         return False
 
-    def _report_death(self, source: int) -> None:
-        text = f"rank {source} died: rank {self.rank} ({self.describe_call()}) waits for a message from it"
-        raise RankFailedError(text, (source,))
+    def _check_alive(self, source: int) -> None:
+        if self._world.ranks[source].dead:
+            text = f"rank {source} died: rank {self.rank} ({self.describe_call()}) waits for a message from it"
+            raise RankFailedError(text, (source,))
 
     def _time_out(self, source: int, state: str) -> None:
         self.compute(self.timeout)
