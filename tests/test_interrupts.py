@@ -1,6 +1,6 @@
-"""One rank is interrupted at every place of a scene, and continues as docs/reference/errors.md says.
+"""One rank is interrupted at every place of a scene, and recovers as docs/reference/errors.md says.
 
-The attack `tests/stress/interrupts.py` plays the same scenes on two ranks.
+`tests/stress/interrupts.py` plays the same scenes on two ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONG = ("load-DistributedOptimizer", "load-DiLoCo", "torch-optimizer-first")
 
 
 class Alone:
-    """The only rank, as scenes know it."""
+    """The only rank of a scene."""
 
     rank, node = 0, "auto"
 
@@ -41,18 +41,18 @@ class Alone:
 
 @pytest.mark.filterwarnings("ignore:Adam divides gradients")
 @pytest.mark.parametrize("name", [exhaustive(name) if name in LONG else name for name in ALONE])
-def test_after_an_interrupt_all_is_as_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interrupt_the_outcome_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(
         "torch" if name.startswith("torch") or name.endswith(("State", "DiLoCo", "Optimizer")) else "sys"
     )
     pytest.importorskip("optax" if name.startswith("load-jax") else "sys")
-    # In contexts of `contextlib` the library does its work.
+    # The library uses context managers of `contextlib`, so interrupt these, too.
     monkeypatch.setattr(interrupts.Points, "roots", (*Points.roots, contextlib.__file__))
     monkeypatch.setattr("tests.stress.scenes.time.sleep", lambda _: None)
     right, at, came = ALONE[name](Alone(), nullcontext), 0, 1  # type: ignore[arg-type]
     while came:
         points = Points(at)
-        found = ALONE[name](Alone(), lambda points=points: interrupted(points=points))  # type: ignore[arg-type,misc]
-        assert found == right, points.where
+        outcome = ALONE[name](Alone(), lambda points=points: interrupted(points=points))  # type: ignore[arg-type,misc]
+        assert outcome == right, points.where
         at, came = at + 1, points.interrupts
     assert at >= 2

@@ -90,17 +90,17 @@ Call = Callable[[Ranks, Any], object]
 
 
 def reducer(tensors: Any = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
-    made = sc.Reducer({"a": X} if tensors is None else tensors, density, **options)
-    made.reduce({name: X.copy() for name in made.names if made._spec(name).shape == X.shape})
-    return made
+    new = sc.Reducer({"a": X} if tensors is None else tensors, density, **options)
+    new.reduce({name: X.copy() for name in new.names if new._spec(name).shape == X.shape})
+    return new
 
 
 def local_steps(parameters: Any = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
-    given = {"a": X.copy()} if parameters is None else parameters
-    made = sc.LocalSteps(given, density, **{"sync_every": 2} | options)
+    tensors = {"a": X.copy()} if parameters is None else parameters
+    local = sc.LocalSteps(tensors, density, **{"sync_every": 2} | options)
     for _ in range(2):
-        made.step(given)
-    return made
+        local.step(tensors)
+    return local
 
 
 def saved(**options: Any) -> None:
@@ -135,8 +135,8 @@ def applied(patch: Any = None, tensors: Any = None) -> None:
         patches.apply(PATCH if patch is None else patch, X.copy() if tensors is None else tensors)
 
 
-def each(function: Callable[..., Any], make: Callable[..., Any] | None = None, **defaults: Any) -> dict[str, Call]:
-    """Return a call for each argument of a function, made by ``make``, with defaults for the others."""
+def calls_of(function: Callable[..., Any], make: Callable[..., Any] | None = None, **defaults: Any) -> dict[str, Call]:
+    """Return a call for each argument of a function, with ``defaults`` for the others; ``make`` makes the call."""
     names = list(inspect.signature(function).parameters)
 
     def call(name: str) -> Call:
@@ -150,28 +150,30 @@ def each(function: Callable[..., Any], make: Callable[..., Any] | None = None, *
 
 
 CALLS: dict[str, Call] = {
-    **each(sc.topk, x=X, k=3),
-    **each(sc.threshold, x=X, tau=3),
-    **each(sc.merge_topk, a=A, b=A, k=3),
-    **each(sc.sparse_allreduce, x=X, k=3),
-    **each(sc.isparse_allreduce, lambda **options: sc.isparse_allreduce(**options).wait(), x=X, k=3),
-    **each(sc.explain, n=10, k=3),
-    **{name.replace(" ", "."): call for name, call in each(sc.load, loaded).items()},  # calls of `save` come first
-    **each(sc.Reducer, reducer),
-    **each(sc.LocalSteps, local_steps),
-    **each(sc.Warmup, lambda **options: [sc.Warmup(**options)(step) for step in range(20)], density=0.1, steps=10),
-    **each(sc.NesterovSGD, lambda **options: sc.NesterovSGD(**options).step("a", X.copy(), X.copy())),
-    **each(
+    **calls_of(sc.topk, x=X, k=3),
+    **calls_of(sc.threshold, x=X, tau=3),
+    **calls_of(sc.merge_topk, a=A, b=A, k=3),
+    **calls_of(sc.sparse_allreduce, x=X, k=3),
+    **calls_of(sc.isparse_allreduce, lambda **options: sc.isparse_allreduce(**options).wait(), x=X, k=3),
+    **calls_of(sc.explain, n=10, k=3),
+    **{
+        name.replace(" ", "."): call for name, call in calls_of(sc.load, loaded).items()
+    },  # these make calls before, to save
+    **calls_of(sc.Reducer, reducer),
+    **calls_of(sc.LocalSteps, local_steps),
+    **calls_of(sc.Warmup, lambda **options: [sc.Warmup(**options)(step) for step in range(20)], density=0.1, steps=10),
+    **calls_of(sc.NesterovSGD, lambda **options: sc.NesterovSGD(**options).step("a", X.copy(), X.copy())),
+    **calls_of(
         sc.SparseVector, lambda **options: sc.SparseVector(**options).nnz, indices=[1, 4], values=[2.0, 3.0], size=6
     ),
-    **{name: call for name, call in each(sc.save, saved).items() if name != "save folder"},
-    **each(patches.diff, old=X, new=X),
-    **each(patches.apply, applied),
-    **{name: call for name, call in each(patches.Publisher, published).items() if name != "Publisher folder"},
-    **each(patches.Subscriber, subscribed),
-    **each(patches.Folder),
-    **each(patches.Http, url="http://127.0.0.1:9/"),
-    **each(patches.Ranks, source="."),
+    **{name: call for name, call in calls_of(sc.save, saved).items() if name != "save folder"},
+    **calls_of(patches.diff, old=X, new=X),
+    **calls_of(patches.apply, applied),
+    **{name: call for name, call in calls_of(patches.Publisher, published).items() if name != "Publisher folder"},
+    **calls_of(patches.Subscriber, subscribed),
+    **calls_of(patches.Folder),
+    **calls_of(patches.Http, url="http://127.0.0.1:9/"),
+    **calls_of(patches.Ranks, source="."),
     "Publisher.publish step": lambda _, v: published(v),
     "Publisher.publish tensors": lambda _, v: published(new=v),
     "save.values": lambda transport, v: saved(comm=transport, objects={"a": v}),
@@ -196,7 +198,7 @@ def test_each_value_is_accepted_or_refused(call: str) -> None:
     wrong = []
     for name, value in VALUES.items():
         if call.endswith(" on_step") and callable(value):
-            continue  # what it raises is its own
+            continue  # its own errors pass
 
         def program(transport: Ranks, value: object = value) -> int:
             before = transport.number

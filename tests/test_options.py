@@ -14,7 +14,7 @@ from sparsecomm.options import check_options, documented
 from tests.processes import run_python
 
 ROOT = Path(__file__).parent.parent
-# What the recipe in docs/internals/architecture.md changes: by file, texts and what replaces them.
+# The changes of the recipe in docs/internals/architecture.md: texts and their replacements.
 RULE = {
     "        maximize: follow": "        slowdown: divides the learning rate.\n        maximize: follow",
     "    maximize: bool = False\n": "    maximize: bool = False\n    slowdown: float = 1.0\n",
@@ -92,7 +92,7 @@ for way, arguments in ways.items():
 
 
 def test_a_new_option_is_one_change_of_one_file(tmp_path: Path) -> None:
-    """Of AdamW in three front ends, and of a reducer in six."""
+    """An option of AdamW reaches three front ends, and one of a reducer six."""
     for module in ("torch", "jax", "optax"):
         pytest.importorskip(module)
     ignored = shutil.ignore_patterns("__pycache__", "_kernels")

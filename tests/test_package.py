@@ -59,7 +59,7 @@ def test_import_is_light() -> None:
     ("others", "state"), [((), "was not built"), (("_dlpack.cpython-39-a.so",), "was built for another Python")]
 )
 def test_unbuilt_sources_are_refused(others: tuple[str, ...], state: str, tmp_path: Path) -> None:
-    """In a checkout, Python finds them before an installed package."""
+    """In a checkout, Python imports the sources instead of an installed package."""
     (tmp_path / "sparsecomm" / "tensors").mkdir(parents=True)
     for name in ("__init__.py", "_built.py"):
         shutil.copy(ROOT / "sparsecomm" / name, tmp_path / "sparsecomm")
@@ -83,7 +83,7 @@ assert not sys._is_gil_enabled()
 suffix = sysconfig.get_config_var("EXT_SUFFIX")
 files = [path.relative_to(sys.argv[1]).as_posix() for path in Path(sys.argv[1], "sparsecomm").rglob("*" + suffix)]
 names = {file.removesuffix(suffix).replace("/", ".") for file in files if "/_mpi_" not in file}
-for name in sorted(names):  # that for MPI comes with `sparsecomm.transport.mpi`
+for name in sorted(names):  # `sparsecomm.transport.mpi` imports the module for MPI
     try:
         importlib.import_module(name)
     except (ImportError, RuntimeError) as error:  # without a framework, or an MPI
@@ -96,7 +96,7 @@ print(len(names & set(sys.modules)))
 
 @pytest.mark.slow
 def test_sdist(tmp_path: Path) -> None:
-    """It has all sources and nothing that is built; its metadata has absolute links, and extras for users only."""
+    """It has all sources and no built files. Its metadata has absolute links and only extras for users."""
     python("-W", "ignore", "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})")
     (file,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(file) as archive:

@@ -1,4 +1,4 @@
-"""A processor without instructions that compiled modules use is refused by an error, instead of SIGILL."""
+"""On a processor that lacks required instructions, the import raises an error instead of ending with SIGILL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compiled_for_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def imports(module: Path, *emulator: str) -> subprocess.CompletedProcess[str]:
     """Import `sparsecomm.processor`, with ``module`` for its compiled part."""
     command = [*emulator, sys.executable, "-c", IMPORT, str(module)]
-    # NumPy's OpenBLAS takes the emulator's processors for newer ones than they are.
+    # NumPy's OpenBLAS would use instructions that the emulated processor lacks.
     env = os.environ | {"OPENBLAS_CORETYPE": "Nehalem"} if emulator else None
     return subprocess.run(command, cwd=SOURCE.parents[2], env=env, capture_output=True, text=True, timeout=LIMIT)
 
@@ -70,7 +70,7 @@ def test_v2(compiled_for_v2: Path, processor: str) -> None:
 
 
 @x86_64
-def test_the_check_itself_uses_none_of_what_it_asks_for(compiled_for_v2: Path) -> None:
+def test_the_check_uses_no_such_instructions(compiled_for_v2: Path) -> None:
     code = subprocess.run(["objdump", "-d", str(compiled_for_v2)], check=True, capture_output=True, text=True).stdout
     assert "cpuid" in code
     assert "xmm" not in code

@@ -73,4 +73,6 @@ def test_nothing_else_rounds_numbers_that_are_printed() -> None:
     root = Path(__file__).parent.parent
     files = [file for folder in ("sparsecomm", "bench", "examples", "docs") for file in (root / folder).rglob("*.py")]
     rounded = {str(file.relative_to(root)): re.findall(r"[:\"']\.\d+g[}\"']", file.read_text()) for file in files}
-    assert {file: found for file, found in rounded.items() if found} == {}, "take sparsecomm.quantities.number_text"
+    assert {file: formats for file, formats in rounded.items() if formats} == {}, (
+        "take sparsecomm.quantities.number_text"
+    )

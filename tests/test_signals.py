@@ -1,4 +1,4 @@
-"""The gate for signals: handlers wait until it opens, run where code polls, and are the program's own afterwards."""
+"""The gate for signals: handlers wait until it opens or code polls, and are restored afterwards."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_signals_that_come_together_are_handled_one_after_another() -> None:
 
     @deferred
     def call() -> None:
-        for each in (SIGNAL, signal.SIGUSR2, SIGNAL):
-            signal.raise_signal(each)
+        for number in (SIGNAL, signal.SIGUSR2, SIGNAL):
+            signal.raise_signal(number)
 
     with pytest.raises(InterruptError):
         call()
@@ -89,7 +89,7 @@ def test_a_wait_that_polls_is_interrupted() -> None:
 
 
 def test_a_lock_that_another_thread_holds() -> None:
-    lock, held = threading.Lock(), PollingLock()
+    lock, polling = threading.Lock(), PollingLock()
     lock.acquire()
     assert not acquire(lock, 0.01)
     assert not acquire(lock, 0.0)
@@ -100,7 +100,7 @@ def test_a_lock_that_another_thread_holds() -> None:
     timer.join()
     lock.release()
     assert acquire(lock)
-    with held, held:
+    with polling, polling:
         pass
 
 
@@ -117,7 +117,7 @@ def test_code_that_may_be_interrupted_anywhere(handler: Callable[..., None]) -> 
             steps.append("interrupted")
         signal.raise_signal(SIGNAL)
         steps.append("noted")
-        with Opened():  # what has been noted comes here
+        with Opened():  # the noted signal is handled here
             steps.append("never")
 
     with pytest.raises(InterruptError):
@@ -135,9 +135,9 @@ def test_a_handler_that_is_set_within_stays_and_may_call_the_one_before() -> Non
         before(*arguments)  # type: ignore[operator, arg-type]
 
     def chain() -> object:
-        kept = signal.getsignal(SIGNAL)  # the gate's own: outside of it, as the program's
+        previous = signal.getsignal(SIGNAL)  # the gate's handler; after the call it acts as the program's handler
         signal.signal(SIGNAL, second)
-        return kept
+        return previous
 
     before = deferred(chain)()
     assert signal.getsignal(SIGNAL) is second
@@ -166,8 +166,8 @@ def test_a_handler_that_sets_another_one_leaves_the_gate_closed() -> None:
     assert signal.getsignal(SIGNAL) is second
 
 
-def test_what_c_code_has_installed_stays() -> None:
-    """faulthandler's, which writes tracebacks."""
+def test_handlers_of_c_code_stay() -> None:
+    """For example, faulthandler's handler writes tracebacks."""
     deferred(lambda: None)()
     with tempfile.TemporaryFile() as file:
         number = signal.SIGUSR2
@@ -183,11 +183,11 @@ def test_what_c_code_has_installed_stays() -> None:
 
 
 def test_other_threads_have_no_gate(handler: Callable[..., None]) -> None:
-    found: list[object] = []
-    thread = threading.Thread(target=deferred(lambda: found.extend([signal.getsignal(SIGNAL), state()[0]])))
+    seen: list[object] = []
+    thread = threading.Thread(target=deferred(lambda: seen.extend([signal.getsignal(SIGNAL), state()[0]])))
     thread.start()
     thread.join()
-    assert found == [handler, False]
+    assert seen == [handler, False]
 
 
 def test_a_process_that_was_forked_within_has_its_own_handlers() -> None:
@@ -213,7 +213,7 @@ sys.exit(call())
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_errors_pass_and_a_class_has_its_public_methods_gated() -> None:
+def test_errors_pass_and_public_methods_of_a_class_are_gated() -> None:
     @deferred
     class Object:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is left out of `make test` is a repetition: each value, or pair of values, is still tested."""
+"""`make test` leaves out repetitions: it still tests each value, or each pair of values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PRODUCT = list(product(range(7), "abcd", [False, True], range(3)))
 def test_each_combination_is_in_one_of_few_rows(strength: int, fewest: int, maximum: int) -> None:
     chosen = covering_array(PRODUCT, strength)
 
-    def held(rows: list[tuple[object, ...]]) -> set[object]:
+    def combinations_in(rows: list[tuple[object, ...]]) -> set[object]:
         return {some for row in rows for some in combinations(enumerate(row), strength)}
 
-    assert held([PRODUCT[i] for i in chosen]) == held(PRODUCT)
+    assert combinations_in([PRODUCT[i] for i in chosen]) == combinations_in(PRODUCT)
     assert fewest <= len(chosen) <= maximum
     assert chosen == sorted(set(chosen)) == covering_array(PRODUCT, strength)

@@ -66,10 +66,10 @@ optimizer.synchronise()
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_type_checkers_refuse_unknown_names(tmp_path: Path) -> None:
-    if not all(map(importlib.util.find_spec, ("mypy", "torch", "jax"))):  # to import them takes seconds
+    if not all(map(importlib.util.find_spec, ("mypy", "torch", "jax"))):  # importing them takes seconds
         pytest.skip("needs mypy, torch and jax")
     (tmp_path / "program.py").write_text(SNIPPET + WRONG)
-    options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}"]  # that of `make lint`
+    options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}"]  # as `make lint`
     command = [sys.executable, "-m", "mypy", *options, "program.py"]
     settings = {"PATH": "/usr/bin:/bin", "MYPYPATH": str(ROOT)}
     ran = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
@@ -79,7 +79,7 @@ def test_type_checkers_refuse_unknown_names(tmp_path: Path) -> None:
 
 
 def names(alias: Any) -> set[str]:
-    return {name for each in get_args(alias) for name in (get_args(each) or [each])}
+    return {name for argument in get_args(alias) for name in (get_args(argument) or [argument])}
 
 
 def test_types_list_the_names_of_the_code() -> None:
@@ -114,7 +114,7 @@ def test_algorithms_print_as_a_table() -> None:
 
 
 def test_examples_in_docstrings_run() -> None:
-    """The first lines of a public function are an example; ``sc.topk(...)  # indices [..], values [..]`` is checked."""
+    """The second paragraph of a docstring is an example. Results in comments, as of `topk`, are checked."""
     gradient, x, y = np.arange(2000, dtype=np.float32), np.ones(100, np.float32), np.arange(100, dtype=np.float32)
     names = {"np": np, "sc": sc, "gradient": gradient, "x": x, "y": y}
     for function in (sc.sparse_allreduce, sc.isparse_allreduce, sc.topk, sc.threshold, sc.merge_topk):
@@ -123,5 +123,5 @@ def test_examples_in_docstrings_run() -> None:
         code = textwrap.dedent(block).replace("residual=residual", "residual=residual, comm=MPI.COMM_SELF")
         exec(code, names | {"MPI": pytest.importorskip("mpi4py.MPI")} | {"residual": np.zeros_like(gradient)})
         if "# indices" in code:
-            found = eval(code, names)
-            assert (found.indices.tolist(), found.values.tolist()) == ([0, 1], [3.0, -5.0])
+            entries = eval(code, names)
+            assert (entries.indices.tolist(), entries.values.tolist()) == ([0, 1], [3.0, -5.0])

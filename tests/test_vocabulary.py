@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("sparsecomm", "kernels", "bench", "examples", "tests")
 SUFFIXES = {".py", ".pyi", ".pyx", ".hpp", ".cpp", ".inl", ".cu", ".cuh"}
 
-# Identifiers, and what to use in their place.
+# Identifiers and their replacements.
 REPLACED = {
     "Line": "CallQueue",
     "line_of": "queue_of",
@@ -38,12 +38,12 @@ IN_CPP = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
 
 
 def sources() -> list[Path]:
-    found = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES]
-    return [p for p in found if "_kernels" not in p.parts and p != Path(__file__)]
+    paths = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES]
+    return [p for p in paths if "_kernels" not in p.parts and p != Path(__file__)]
 
 
 def identifiers(path: Path) -> list[tuple[int, str]]:
-    """Return the line and the text of each identifier: comments and texts do not count."""
+    """Return the line and the text of each identifier, except in comments and strings."""
     if path.suffix in {".py", ".pyi"}:
         with tokenize.open(path) as file:
             tokens = tokenize.generate_tokens(file.readline)
@@ -57,10 +57,10 @@ def identifiers(path: Path) -> list[tuple[int, str]]:
 
 
 def test_replaced_words_do_not_come_back() -> None:
-    found = [
+    uses = [
         f"{path.relative_to(ROOT)}:{line}: {word}"
         for path in sources()
         for line, word in identifiers(path)
         if WORDS.fullmatch(word)
     ]
-    assert found == [], "see docs/glossary.md"
+    assert uses == [], "see docs/glossary.md"

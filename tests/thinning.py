@@ -10,15 +10,15 @@ import pytest
 
 
 def covering_array(rows: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
-    """Return the positions of few rows that hold all that the rows hold, in ascending order.
+    """Return the positions of a few rows that cover the others, in ascending order.
 
-    With ``strength`` 1 every value of every column is in one of them; with 2, every pair of values of two columns
-    (pairwise testing); and so on. The greedy choice is the same in every run.
+    With ``strength`` 1, every value of every column is in one of them; with 2, every pair of values of two columns
+    (pairwise testing), and so on. The greedy choice is the same in every run.
     """
     holds = [set(combinations(enumerate(row), min(strength, len(row)))) for row in rows]
     missing, chosen = set().union(*holds), []
     while missing:
-        gains = [len(held & missing) for held in holds]
+        gains = [len(covered & missing) for covered in holds]
         best = gains.index(max(gains))
         chosen.append(best)
         missing -= holds[best]

@@ -1,4 +1,4 @@
-"""Threads that make calls at once, each on a communicator of its own; they get what they get one after another."""
+"""Threads that make calls at the same time, each on its own communicator, with the results of one thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import SOON
 __all__ = ["at_once", "calls"]
 
 T = TypeVar("T")
-SIZE = 100_000  # elements: more than what threads of the kernels share, and than scratch memory begins with
+SIZE = 100_000  # elements: enough for several kernel threads and for scratch memory to grow
 CALLS = [
     ("butterfly", "packed_bfloat16", "float32", 100),
     ("split", "packed", "float64", 1000),
@@ -26,7 +26,7 @@ CALLS = [
 
 
 def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
-    """Return what each returns, in their order; each runs in a thread, and all begin together."""
+    """Run each function in a thread, all starting together, and return their results in order."""
     barrier = Barrier(len(works))
 
     def begun(work: Callable[[], T]) -> T:
@@ -39,7 +39,7 @@ def at_once(works: Sequence[Callable[[], T]]) -> list[T]:
 
 def calls(comm: Any, rank: int, seed: int, rounds: int = 3) -> list[bytes]:
     """Make calls of several kinds, half of them in the background; return the bits of results and residuals."""
-    found: list[bytes] = []
+    outputs: list[bytes] = []
     x = np.random.default_rng([rank, seed]).standard_normal(SIZE)
     for algorithm, wire, dtype, k in CALLS:
         gradient = x.astype(dtype)
@@ -53,7 +53,7 @@ def calls(comm: Any, rank: int, seed: int, rounds: int = 3) -> list[bytes]:
             else:
                 result = sc.sparse_allreduce(gradient, k, **options)
             dense = result.to_dense()
-            found += [np.asarray(each).tobytes() for each in (dense, residual)]
+            outputs += [np.asarray(array).tobytes() for array in (dense, residual)]
             if number % 2:
                 assert np.array_equal(out, dense.astype(dtype))
-    return found
+    return outputs

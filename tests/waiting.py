@@ -1,4 +1,4 @@
-"""Waits for what happens, and never for a time that is long enough on an idle machine."""
+"""Waits for events instead of fixed times, which would be too short on a busy machine."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SOON = 60  # seconds, also beside programs that take all cores; far from the 300 that the library waits for a peer
+SOON = 60  # seconds, enough on a busy machine, and less than the library's timeout of 300
 
 
 def until(holds: Callable[[], T], what: str = "", seconds: float = SOON) -> T:
-    """Wait until ``holds()`` is true, and return it; fail after so many seconds, and say for ``what``."""
+    """Wait until ``holds()`` is true and return its value. Fail after ``seconds``, naming ``what``."""
     deadline = time.monotonic() + seconds
-    while not (found := holds()):
+    while not (value := holds()):
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain for {what or holds}"
         time.sleep(1e-3)
-    return found
+    return value
 
 
 def until_awaited(transport: Any) -> None:
-    """Wait until another rank has reported that it waits for this one, in a call that this one has not begun."""
+    """Wait until another rank reports that it waits for this one in a call that this one has not begun."""
 
     def awaited() -> bool:
         transport._receive_control(0.1)

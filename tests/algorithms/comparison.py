@@ -1,4 +1,4 @@
-"""The comparison of words that `check_weights` makes, with any words."""
+"""The comparison of `check_weights`, over words that a test chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WordsComparison"]
 
 
 class WordsComparison(WeightComparison):
-    """Its ``words`` become the position of the first difference from rank 0 on each rank."""
+    """Replaces ``words`` with, for each rank, the position of the first word that differs from rank 0's."""
 
     def __init__(self, transport: Transport, words: list[int], label: Label) -> None:
         WordsGather.__init__(self, transport, words, label)

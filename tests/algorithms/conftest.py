@@ -1,4 +1,4 @@
-"""Calls go by assumed costs here: what is counted, bytes and trips, is that of the algorithm alone."""
+"""Calls use assumed costs here, so that no measurement of links adds bytes and trips to those of an algorithm."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every algorithm at every number of ranks, on simulated ranks: what it returns, and what the library promises.
+"""Every algorithm on simulated ranks, at many world sizes: its results and the promises of docs/concepts/guarantees.md.
 
-The test of each promise is named after it.
+``test_promise_N...`` tests promise N.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.thinning import exhaustive
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17]
 ALGORITHMS = list(sc.algorithms())
 NARROW = [name for name, wire in WIRES.items() if wire.kind is not EXACT]
-FEW_BITS = [name for name, wire in WIRES.items() if wire.kind.planes]  # which change whole numbers
+FEW_BITS = [name for name, wire in WIRES.items() if wire.kind.planes]  # these round integers
 
 every_algorithm = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "split:3"])
 every_variant = pytest.mark.parametrize(
@@ -40,7 +40,7 @@ more_sizes = pytest.mark.parametrize("P", [*RANKS, exhaustive(31), exhaustive(32
 def expected_result(
     algorithm: str, accumulated: list[np.ndarray], k: int, chunk: int | None, nodes: list[int]
 ) -> np.ndarray:
-    """Return the sum that an algorithm finds; ``accumulated``: residual + x of every rank."""
+    """Return the sum that an algorithm computes; ``accumulated``: residual + x of every rank."""
     n, accumulated = accumulated[0].size, [reference.widened(v) for v in accumulated]
     if chunk is not None and algorithm != "dense":
         accumulated = [reference.dense(reference.topk_by_chunk(v, k, chunk), n) for v in accumulated]
@@ -53,9 +53,9 @@ def expected_result(
 @more_sizes
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) -> None:
-    """The result is the oracle's, with the same bits on all ranks. Residuals hold all that is not in the result.
+    """The result equals the oracle's, with the same bits on all ranks, and residuals hold the rest of the gradients.
 
-    Outside the result, the residual of a rank is all that the rank had, if the algorithm selects from sums.
+    If the algorithm selects from sums, a rank gets back everything that it had at indices outside the result.
     """
     rule = sc.algorithms()[algorithm] if algorithm != "split:3" else sc.algorithms()["split"]
     wires = [wire for wire in WIRES if dtype != "float64" or wire not in NARROW]
@@ -76,7 +76,7 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
         residual_dtype = "float32" if (wider or few_bits) and dtype in ("float16", "bfloat16") else dtype
         residuals = [2 * data.integers(n, residual_dtype, seed + P + rank, 1) for rank in range(P)]
         options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire, "chunk": chunk}
-        # The second step finds the residuals of the first. Half of a whole number is exact, too.
+        # The second step starts with the residuals of the first. Multiplying integers by 0.5 is exact.
         for decay in (0.5 if rule.name != "dense" else 1.0, 1.0):
             before = [reference.accumulated(x, r, decay) for x, r in zip(xs, residuals, strict=True)]
             divisor = {"sum": lambda: 1, "mean": lambda: P}.get(op, lambda: num_contributors(before, k))()  # noqa: B023
@@ -89,13 +89,13 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
                 outside = results[0] == 0
                 assert all(data.same_bits(r[outside], v[outside]) for r, v in zip(residuals, before, strict=True))
             applied = results[0].astype(np.float64) * divisor
-            if not few_bits:  # a third is rounded, and what rounding leaves is in the residual
+            if not few_bits:  # means of three are rounded; the residual has the rounding errors
                 applied = np.where(np.abs(applied - np.rint(applied)) < 1e-5, np.rint(applied), applied)
             left = np.sum([r.astype(np.float64) for r in residuals], axis=0)
             total = np.sum([v.astype(np.float64) for v in before], axis=0)
             np.testing.assert_allclose(left + applied, total, rtol=0, atol=max(1e-4, 1e-6 * P * P) * few_bits)
             if op == "mean_of_contributors" and wire in NARROW:
-                break  # what is left is no whole number
+                break  # the residuals are not integers
             xs = [np.zeros_like(x) for x in xs]
 
     check()
@@ -105,8 +105,8 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
 @every_algorithm
 @pytest.mark.parametrize("P", [2, 3, 4, 7, 9])
 @pytest.mark.parametrize("wire", ["plain", *NARROW])
-def test_promise_1_what_is_not_finite_reaches_all_ranks_as_it_is(algorithm: str, P: int, wire: str) -> None:
-    """In every format: a NaN that a rank selects, and an infinity that meets no NaN and none of the other sign."""
+def test_promise_1_nan_and_infinities_reach_all_ranks(algorithm: str, P: int, wire: str) -> None:
+    """In every wire format. An infinity that meets a NaN or the opposite infinity becomes NaN."""
 
     @settings(max_examples=10)
     @given(st.data(), st.integers(1, 150), data.seeds, st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1))
@@ -121,16 +121,16 @@ def test_promise_1_what_is_not_finite_reaches_all_ranks_as_it_is(algorithm: str,
             indices, values = reference.allreduce(algorithm, xs, k, nodes_of(P))
         assert np.isnan(result.values).any() or not np.isnan(xs).any()
         if wire in FEW_BITS:
-            expected, found = (
+            expected, total = (
                 reference.dense(entries, n) for entries in ((indices, values), (result.indices, result.values))
             )
-            np.testing.assert_array_equal(*(np.where(np.isfinite(v), 0, v) for v in (found, expected)))
+            np.testing.assert_array_equal(*(np.where(np.isfinite(v), 0, v) for v in (total, expected)))
             return
         np.testing.assert_array_equal(result.indices, indices)
         assert data.same_bits(result.values, values)
-        for residual in residuals:  # of whole numbers rounding takes nothing
-            kept = residual[np.isfinite(residual)]
-            np.testing.assert_array_equal(kept, np.rint(kept))
+        for residual in residuals:  # integers are not rounded
+            finite = residual[np.isfinite(residual)]
+            np.testing.assert_array_equal(finite, np.rint(finite))
 
     check()
 
@@ -176,7 +176,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 def test_promise_7_ranks_that_disagree_all_raise_and_keep_their_gradient(
     field: str, P: int, half: bool, background: bool, algorithm: str
 ) -> None:
-    """One rank differs, or the upper half of them. Nothing is written to ``out``, and the next call succeeds."""
+    """One rank differs, or half of them. Nothing is written to ``out``, and the next call succeeds."""
     changes = DIFFERENCES[field]
     if field == "algorithm":
         changes = {"algorithm": ALGORITHMS[ALGORITHMS.index(algorithm.partition(":")[0]) - 1 - P % 4]}
@@ -208,7 +208,7 @@ def test_promise_7_ranks_that_disagree_all_raise_and_keep_their_gradient(
 @every_algorithm
 @pytest.mark.parametrize("P", [2, 3, 8])
 def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> None:
-    """All calls that are queued behind the first one fail, too, and keep their gradients."""
+    """The calls queued behind the first one also fail and keep their gradients."""
 
     def program(transport: simulated.SimulatedTransport) -> list[str]:
         if transport.rank == 1:
@@ -225,10 +225,10 @@ def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> N
             np.testing.assert_array_equal(residual, total)
         return said
 
-    found = [said for said in run(P, program) if said]
-    assert len(found) == P - 1
-    assert any("rank 1" in said[0] for said in found)
-    assert all("did not make this call, since an earlier one failed" in said[-1] for said in found)
+    messages = [said for said in run(P, program) if said]
+    assert len(messages) == P - 1
+    assert any("rank 1" in said[0] for said in messages)
+    assert all("did not make this call, since an earlier one failed" in said[-1] for said in messages)
 
 
 @pytest.mark.parametrize("stage", ["transport_of", "begin"])
@@ -251,7 +251,7 @@ def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
     run(1, program)
 
 
-# Those of P^2 messages in all would take minutes to simulate on more ranks.
+# Algorithms with P^2 messages would take minutes to simulate on more ranks.
 MANY = {"tree": [256, 1024], "butterfly": [256, 1024]}
 FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
 
@@ -265,9 +265,9 @@ FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
     ],
 )
 def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
-    """Trips and bytes against the formula; entries everywhere apart, so that k entries stay k.
+    """Compare trips and bytes with the formula. Ranks select different indices, so sums have P * k entries.
 
-    They are those of the second call where an algorithm keeps something from the first, which all ranks end at once.
+    Split is measured in its second call, which uses the ranges of the first.
     """
     k = 32
     n = k * P * (2 if algorithm != "dense" else 2 + (1 << 17) // (k * P * P))  # small dense sums take one trip
@@ -283,15 +283,15 @@ def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
 
     results = [result.value for result in simulated.run(P, program, alpha=1.0)]
     problem, seconds = Problem(P, n, k), sc.algorithms()[algorithm].predicted_time
-    rounds, moved = (max(each) for each in zip(*results, strict=True))
+    rounds, moved = (max(amounts) for amounts in zip(*results, strict=True))
     trips = seconds(problem, Costs(Link(1.0, 0.0)))
     assert rounds <= trips
-    long = 2.0**30  # so that trips are worth bytes
+    long = 2.0**30  # the formula may trade bytes for trips
     bytes_ = seconds(problem, Costs(Link(long, 1.0))) - seconds(problem, Costs(Link(long, 0.0)))
     assert moved <= 1.1 * bytes_
     if P > 1:
-        assert rounds >= 0.5 * trips  # a rank that pairs with none waits less
-        assert moved >= 0.3 * bytes_  # the tree counts what goes down after what has come up
+        assert rounds >= 0.5 * trips  # a rank without a partner waits less
+        assert moved >= 0.3 * bytes_  # the tree's formula adds both directions
 
 
 @pytest.mark.parametrize("P", [2, 4, 8, 16])
@@ -303,22 +303,22 @@ def test_butterfly_is_the_tree_where_there_is_a_power_of_two(P: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_entries_of_a_dense_sum_are_found_only_when_asked_for(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_a_dense_sum_are_computed_on_access(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     xs = [data.integers(300, "float16", seed) for seed in range(4)]
-    whole = sum(x.astype(np.float32) for x in xs) / (4 if op == "mean" else 1)
+    total = sum(x.astype(np.float32) for x in xs) / (4 if op == "mean" else 1)
 
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         out = np.empty(300, np.float32)
         result = sc.sparse_allreduce(xs[transport.rank], 3, comm=transport, algorithm="dense", op=op, out=out)
-        np.testing.assert_array_equal(out, whole)
-        np.testing.assert_array_equal(result.to_dense(), whole)
+        np.testing.assert_array_equal(out, total)
+        np.testing.assert_array_equal(result.to_dense(), total)
         return result
 
     with monkeypatch.context() as patch:
         patch.setattr("sparsecomm.backends.CpuBackend.threshold", lambda *_: pytest.fail("looked for entries"))
         results = run(4, program)
-    np.testing.assert_array_equal(results[0].indices, np.flatnonzero(whole))
-    np.testing.assert_array_equal(results[0].values, whole[whole != 0])
+    np.testing.assert_array_equal(results[0].indices, np.flatnonzero(total))
+    np.testing.assert_array_equal(results[0].values, total[total != 0])
 
 
 @every_algorithm
@@ -331,8 +331,8 @@ def test_a_gradient_without_elements(algorithm: str, P: int) -> None:
 
 @every_size
 @pytest.mark.parametrize("count", [0, 20])
-def test_ranks_compare_their_words_with_those_of_the_first(P: int, count: int) -> None:
-    """And none is done before all have begun, so that all learn of a rank that makes another call."""
+def test_ranks_compare_their_words_with_rank_0(P: int, count: int) -> None:
+    """No rank returns before all have begun, so all learn of a rank that makes another call."""
 
     def program(transport: simulated.SimulatedTransport, odd: int | None) -> list[int]:
         words = [2**64 - 1 - 3 * i for i in range(count)]

@@ -1,4 +1,4 @@
-"""Gradients on a CUDA device, on some ranks or all: the same bits as on the CPU, in results, residuals and ``out``."""
+"""Gradients on a CUDA device on some or all ranks give the same bits as on the CPU: results, residuals and ``out``."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_promise_4_the_same_bits_on_every_device(
     if chunk and sc.algorithms()[algorithm].by_chunk:
         options |= {"chunk": chunk, "decay": 1.0 if algorithm == "dense" else 0.9}
     via = VIA[cuda.seed % len(VIA)]
-    found = calls(cuda, P, dtype, WHERE[where], via, steps=2, **options)
+    on_devices = calls(cuda, P, dtype, WHERE[where], via, steps=2, **options)
     assert cuda.launches or P == 1
     on_cpu = calls(None, P, dtype, via=via, steps=2, **options)
-    for ours, theirs in zip(found, on_cpu, strict=True):
-        assert all(data.same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    for result, expected in zip(on_devices, on_cpu, strict=True):
+        assert all(data.same_bits(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_promise_5_device_memory_that_runs_out_on_one_rank(
@@ -59,7 +59,7 @@ def test_promise_5_device_memory_that_runs_out_on_one_rank(
     empty = cuda.empty
 
     def limited(count: int, dtype: Any) -> np.ndarray:
-        if count == 50:  # what is selected
+        if count == 50:  # the selected entries
             raise MemoryError("no room")
         return empty(count, dtype)
 
@@ -72,5 +72,5 @@ def test_promise_5_device_memory_that_runs_out_on_one_rank(
         return residual - x
 
     monkeypatch.setattr(cuda, "empty", limited)
-    for kept in run(3, program):
-        np.testing.assert_array_equal(kept, np.ones(500))
+    for rest in run(3, program):
+        np.testing.assert_array_equal(rest, np.ones(500))

@@ -1,7 +1,7 @@
-"""Who takes back what the result does not hold.
+"""Which rank's residual gets the values that are not in the result.
 
-The rule: what a rank selected goes back to it, whole, where the result has no entry. What was dropped where it has one
-stays with the rank that dropped it.
+The rule: at an index without an entry in the result, each rank takes back all that it selected. At an index with an
+entry, a dropped sum stays with the rank that dropped it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ check = settings(max_examples=6)
 
 
 class Rank(NamedTuple):
-    """What a rank ends with."""
+    """The state of a rank after a call."""
 
     result: sc.SparseVector
     residual: np.ndarray
@@ -37,7 +37,7 @@ class Rank(NamedTuple):
 
 
 def reduced(xs: list[np.ndarray], residuals: list[np.ndarray], k: int, nodes: list[int], **options: Any) -> list[Rank]:
-    """Make a call on simulated ranks whose contributions note what goes through them."""
+    """Make a call on simulated ranks and record what their contributions dropped."""
     noted: list[Contribution] = []
     init = Contribution.__init__
 
@@ -45,7 +45,11 @@ def reduced(xs: list[np.ndarray], residuals: list[np.ndarray], k: int, nodes: li
         x, residual = xs[transport.rank], residuals[transport.rank].copy()
         before = (reference.widened(residual) + reference.widened(x)).astype(residual.dtype)
         result = sc.sparse_allreduce(x, k, comm=transport, residual=residual, **options)
-        (gradient,) = [its for its in noted if its._residual is not None and its._residual.owner is residual]
+        (gradient,) = [
+            contribution
+            for contribution in noted
+            if contribution._residual is not None and contribution._residual.owner is residual
+        ]
         dropped = [(np.array(e.indices), np.array(e.values)) for e in gradient._dropped]
         return Rank(result, residual, before, dropped)
 
@@ -69,16 +73,16 @@ def conserves(ranks: list[Rank]) -> None:
 def residuals_by_the_rule(
     name: str, accumulated: list[np.ndarray], k: int
 ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """The result, every rank's residual, and the sum over ranks of what was dropped where the result has entries.
+    """Return the result, every rank's residual without dropped sums, and the total of the dropped sums.
 
-    ``accumulated``: residual + x of every rank, whole numbers. The residuals are without what was dropped. If
-    nothing is rejected, the result has every index, also where its sum is zero.
+    ``accumulated``: residual + x of every rank, integers. If the algorithm rejects nothing, every index counts as an
+    index of the result.
     """
     dense = reference.dense
     selected = [dense(reference.topk(v, k), v.size) for v in accumulated]
     result = dense(reference.allreduce(name, accumulated, k, nodes_of(len(accumulated))), accumulated[0].size)
     inside = result != 0 if ALGORITHMS[name].rejects else np.ones_like(result, bool)
-    residuals = [v - np.where(inside, its, 0) for v, its in zip(accumulated, selected, strict=True)]
+    residuals = [v - np.where(inside, sent, 0) for v, sent in zip(accumulated, selected, strict=True)]
     return result, residuals, np.where(inside, sum(selected) - result, 0)
 
 
@@ -92,26 +96,26 @@ def test_residuals_are_those_of_the_rule(algorithm: str, P: int) -> None:
         xs = [data.integers(n, dtype, seed + rank) for rank in range(P)]
         residuals = [data.integers(n, dtype, seed + P + rank, 3) for rank in range(P)]
         accumulated = [r + x for r, x in zip(residuals, xs, strict=True)]
-        result, kept, lost = residuals_by_the_rule(algorithm, accumulated, k)
+        result, expected, dropped = residuals_by_the_rule(algorithm, accumulated, k)
         ranks = reduced(xs, residuals, k, nodes_of(P), algorithm=algorithm, wire="plain")
         np.testing.assert_array_equal(ranks[0].result.to_dense(), result)
-        held_back = sum(rank.residual - its for rank, its in zip(ranks, kept, strict=True))
-        np.testing.assert_array_equal(held_back, lost)
-        for rank, its in zip(ranks, kept, strict=True):
-            own = np.zeros(n, rank.residual.dtype)  # of what it has dropped, what stands where the result has entries
+        more = sum(rank.residual - residual for rank, residual in zip(ranks, expected, strict=True))
+        np.testing.assert_array_equal(more, dropped)
+        for rank, residual in zip(ranks, expected, strict=True):
+            own = np.zeros(n, rank.residual.dtype)  # the sums that this rank dropped at indices of the result
             for indices, values in rank.dropped:
                 own[indices] += values
-            own[result == 0] = 0  # allgather drops nothing
-            np.testing.assert_array_equal(rank.residual, its + own)
+            own[result == 0] = 0
+            np.testing.assert_array_equal(rank.residual, residual + own)
         if algorithm in ("split", "allgather"):
-            assert not lost.any()
+            assert not dropped.any()
 
     run()
 
 
 @every_size
 def test_owners_keep_the_sums_that_are_not_in_the_result(P: int) -> None:
-    """With double: a sender keeps what it did not send; an owner keeps the other sums of its range."""
+    """With double, a sender keeps the values that it did not send, and an owner the sums that lost in its range."""
 
     @check
     @given(st.integers(16, 400), data.seeds, st.floats(0.05, 1))
@@ -162,14 +166,14 @@ def test_an_index_dropped_in_one_subtree_that_survives_by_another(P: int, k: int
 
 
 def careless(comm: Communicator, gradient: Contribution, k: int) -> sc.SparseVector:
-    """Return half of what the tree finds, and say nothing of the other half."""
-    found = ALGORITHMS["tree"].run(comm, gradient, k)
-    return found.part(0, found.nnz // 2)
+    """Return half of the tree's result without recording the other half as dropped."""
+    total = ALGORITHMS["tree"].run(comm, gradient, k)
+    return total.part(0, total.nnz // 2)
 
 
 @pytest.mark.parametrize("P", [1, 2, 5, 8])
 @pytest.mark.parametrize("name", ["careless", "hierarchical:careless"])
-def test_what_an_algorithm_leaves_out_of_its_result_goes_back(P: int, name: str) -> None:
+def test_entries_that_an_algorithm_loses_go_back_to_the_residual(P: int, name: str) -> None:
     ALGORITHMS["careless"] = Algorithm("careless", "", "", "", "", careless, ALGORITHMS["tree"].predicted_time)
     try:
         xs = [data.integers(200, "float32", rank) for rank in range(P)]

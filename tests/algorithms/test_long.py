@@ -1,4 +1,4 @@
-"""Calls over more than 2^31 elements, whose indices need 64 bits. NumPy's zeros take memory when they are written."""
+"""Calls over more than 2^31 elements, whose indices need 64 bits. NumPy's zeros take no memory until written."""
 
 from __future__ import annotations
 

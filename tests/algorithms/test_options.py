@@ -22,7 +22,7 @@ OTHERS = [name for name in sc.algorithms() if name not in COUNTING]
 def test_ranks_may_differ_in_decay(decays: tuple[float, float], dtype: str) -> None:
     xs = [data.integers(90, dtype, rank) for rank in range(2)]
     residuals = [4 * data.integers(90, dtype, 9 + rank) for rank in range(2)]
-    kept = sum(reference.widened(r) * d for r, d in zip(residuals, decays, strict=True))
+    decayed = sum(reference.widened(r) * d for r, d in zip(residuals, decays, strict=True))
 
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         options = {"comm": transport, "residual": residuals[transport.rank], "decay": decays[transport.rank]}
@@ -30,7 +30,7 @@ def test_ranks_may_differ_in_decay(decays: tuple[float, float], dtype: str) -> N
 
     result = run(2, program)[0]
     left = sum(reference.widened(r) for r in residuals) + result.to_dense()
-    np.testing.assert_array_equal(left, kept + sum(map(reference.widened, xs)))
+    np.testing.assert_array_equal(left, decayed + sum(map(reference.widened, xs)))
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])
@@ -41,13 +41,13 @@ def test_residuals_decay_once_in_a_call_that_fails(decay: float) -> None:
 
     def program(transport: simulated.SimulatedTransport) -> None:
         options = {"residual": residuals[transport.rank], "decay": decay, "algorithm": "split"}
-        chunk = 20 if transport.rank == 1 else 10  # as many in all
+        chunk = 20 if transport.rank == 1 else 10  # the total number of entries is the same
         with pytest.raises(sc.CollectiveMismatchError, match=r"chunk is \d0 on rank \d and \d0 on rank"):
             sc.sparse_allreduce(xs[transport.rank], chunk // 5, comm=transport, chunk=chunk, **options)
 
     run(3, program)
-    for residual, its in zip(residuals, before, strict=True):
-        np.testing.assert_array_equal(residual, its)
+    for residual, expected in zip(residuals, before, strict=True):
+        np.testing.assert_array_equal(residual, expected)
 
 
 def test_topk_of_chunks_and_densities() -> None:
@@ -96,19 +96,22 @@ def test_unsupported_options_are_refused_and_change_nothing(wrong: dict[str, Any
 @pytest.mark.parametrize("k", [3, 18])
 @pytest.mark.parametrize("P", [2, 5, 8])
 def test_the_first_of_equal_means_win_however_many_they_are(P: int, k: int) -> None:
-    """The keys that an owner shows may all be equal to the k-th."""
+    """All keys that an owner sends may equal the k-th."""
     for union in range(k, P * k + 1):
         xs = [np.zeros(union, np.float32) for _ in range(P)]
         for rank, x in enumerate(xs):
             begin = rank * (union - k) // (P - 1)
             x[begin : begin + k] = np.nan
-        for found in allreduce(xs, k, algorithm="split", wire="plain", op=CONTRIBUTORS):
-            assert found.indices.tolist() == list(range(k))
+        for result in allreduce(xs, k, algorithm="split", wire="plain", op=CONTRIBUTORS):
+            assert result.indices.tolist() == list(range(k))
 
 
 def test_auto_chooses_among_algorithms_that_count_contributors() -> None:
     def program(transport: simulated.SimulatedTransport) -> set[str]:
-        return {each.algorithm.name for each in sc.explain(10**6, 0.01, comm=transport, op=CONTRIBUTORS).candidates}
+        return {
+            candidate.algorithm.name
+            for candidate in sc.explain(10**6, 0.01, comm=transport, op=CONTRIBUTORS).candidates
+        }
 
     assert set(COUNTING) == {"split", "allgather", "ssar_split_allgather"}
     assert simulated.run(4, program, node_of_rank=[0, 0, 1, 1])[0].value == {"split"}

@@ -1,4 +1,4 @@
-"""Algorithms of users, beside those of the library."""
+"""Algorithms that users register."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _registry_as_before() -> Iterator[None]:
 
 
 def summed(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return every rank's dense result, and the sum of the gradients; each rank has entries of its own."""
+    """Return every rank's dense result and the sum of the gradients; no two ranks have an index in common."""
     xs = [np.where(np.arange(60) % P == rank, data.integers(60, "float32", rank), 0) for rank in range(P)]
 
     def program(transport: simulated.SimulatedTransport) -> np.ndarray:
@@ -59,9 +59,9 @@ def summed(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.n
 
 
 def candidates(P: int) -> list[str]:
-    """Return what "auto" chooses from, the fastest first."""
+    """Return the algorithms that "auto" chooses from, the fastest first."""
     explained = run(P, lambda transport: sc.explain(10**6, 0.01, comm=transport), range(P))
-    return [each.algorithm.name for each in explained[0].candidates]
+    return [candidate.algorithm.name for candidate in explained[0].candidates]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])
@@ -71,19 +71,19 @@ def test_an_algorithm_of_a_user_runs_by_its_name(P: int, name: str, wire: str) -
     sc.register_algorithm(CHAIN)
     assert sc.algorithms()["chain"] is CHAIN
     results, total = summed(P, name, wire=wire)
-    for found in results:
-        np.testing.assert_array_equal(found, total)
+    for result in results:
+        np.testing.assert_array_equal(result, total)
 
 
 @pytest.mark.parametrize("automatic", [False, True])
-def test_auto_takes_it_if_it_may(automatic: bool) -> None:
+def test_auto_chooses_an_automatic_algorithm(automatic: bool) -> None:
     assert "chain" not in candidates(2)
     sc.register_algorithm(replace(CHAIN, automatic=automatic))
     assert (candidates(2)[0] == "chain") == automatic
 
 
 @pytest.mark.parametrize("wire", ["auto", "plain"])
-def test_what_it_does_not_support_is_refused_and_never_taken(wire: str) -> None:
+def test_an_unsupported_problem_is_refused_and_auto_chooses_another(wire: str) -> None:
     def odd(problem: Problem) -> str:
         return "needs an even number of ranks" if problem.P % 2 else ""
 
@@ -94,7 +94,7 @@ def test_what_it_does_not_support_is_refused_and_never_taken(wire: str) -> None:
     assert "chain" not in candidates(3)
 
 
-def test_it_counts_no_contributors_unless_it_says_so() -> None:
+def test_counting_contributors_must_be_declared() -> None:
     sc.register_algorithm(replace(CHAIN, automatic=True))
     with pytest.raises(sc.InvalidInputError, match="does not declare that it counts contributors"):
         summed(2, "chain", op="mean_of_contributors")
@@ -102,12 +102,12 @@ def test_it_counts_no_contributors_unless_it_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["butterfly", "auto", "", "a:b", "grün", 7, "two\nlines"])
-def test_names_that_cannot_be_are_refused(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(sc.InvalidInputError, match="name"):
         sc.register_algorithm(replace(CHAIN, name=name))
     assert "chain" not in sc.algorithms()
 
 
-def test_what_is_no_algorithm_is_refused() -> None:
+def test_a_function_is_refused() -> None:
     with pytest.raises(sc.InvalidInputError, match=r"got function; expected a sparsecomm\.Algorithm"):
         sc.register_algorithm(chain)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How many one-way trips calls take, and what split keeps from call to call: wrong or missing, it costs trips alone."""
+"""The one-way trips of calls, and the memory of split: wrong or missing memory costs trips and changes no result."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def trips(P: int, calls: int, **options: Any) -> list[float]:
     """Return the trips of each call."""
 
     def program(transport: simulated.SimulatedTransport) -> list[float]:
-        rng, found = np.random.default_rng(transport.rank), [0.0]
+        rng, ends = np.random.default_rng(transport.rank), [0.0]
         for _ in range(calls):
             x = rng.standard_normal(40_000).astype(np.float32)
             sc.sparse_allreduce(x, comm=transport, **({"k": 400} | options))
-            found.append(transport.seconds)
-        return found
+            ends.append(transport.seconds)
+        return ends
 
     return np.diff(np.max([result.value for result in simulated.run(P, program, alpha=1.0)], axis=0)).tolist()
 
@@ -62,26 +62,26 @@ def trips(P: int, calls: int, **options: Any) -> list[float]:
 )
 def test_split_takes_four_trips_at_most_and_usually_two(variant: str, P: int) -> None:
     calls = 6 if P < 20 else 3
-    found = trips(P, calls, **SPLITS[variant])
-    assert max(found) <= 4
-    assert found.count(2.0) >= calls - 2  # the first, and hardly ever another one
+    counts = trips(P, calls, **SPLITS[variant])
+    assert max(counts) <= 4
+    assert counts.count(2.0) >= calls - 2  # the first call and at most one other may take more
 
 
 @pytest.mark.parametrize("variant", ["split", "packed", "ssar"])
 def test_no_owner_receives_most_of_many_entries(variant: str) -> None:
-    """Also in a first call, where the entries of all ranks lie in an eighth of the indices."""
+    """Also in the first call, when the entries of all ranks are in one eighth of the indices."""
     P, n, k = 8, 80_000, 5_000
 
     def program(transport: simulated.SimulatedTransport) -> list[int]:
-        rng, found = np.random.default_rng(transport.rank), [0]
+        rng, totals = np.random.default_rng(transport.rank), [0]
         for _ in range(3):
             x = rng.standard_normal(n).astype(np.float32)
             x[: n // P] *= 100
             sc.sparse_allreduce(x, k, comm=transport, **SPLITS[variant])
-            found.append(transport.counters.bytes_received)
-        return [after - before for before, after in pairwise(found)]
+            totals.append(transport.counters.bytes_received)
+        return [after - before for before, after in pairwise(totals)]
 
-    first, _, usual = (max(each) for each in zip(*run(P, program, [0] * P), strict=True))
+    first, _, usual = (max(nbytes) for nbytes in zip(*run(P, program, [0] * P), strict=True))
     assert first < 1.5 * usual
 
 
@@ -94,20 +94,20 @@ def test_small_dense_sums_have_the_same_bits_in_one_trip(P: int, monkeypatch: py
     small = [result.value for result in simulated.run(P, program, alpha=1.0)]
     monkeypatch.setattr(sys.modules["sparsecomm.algorithms.dense"], "_MAX_SENT", 0)
     large = [result.value for result in simulated.run(P, program, alpha=1.0)]
-    assert {(found, 2 * end) for found, end in small} == {*large} == {(small[0][0], 2.0)}
+    assert {(result, 2 * end) for result, end in small} == {*large} == {(small[0][0], 2.0)}
 
 
 @pytest.mark.parametrize("algorithm", ["allgather", "split", "double", "hierarchical:split"])
 @pytest.mark.parametrize(("P", "per_node"), [(8, 1), (8, 4), (16, 4), (12, 2), (64, 4)])
 def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: int) -> None:
-    """Where only the delay between machines counts."""
+    """Only the latency between machines costs time here."""
     n, k = 40_000, 400
 
     def program(transport: simulated.SimulatedTransport) -> list[float]:
         rng, ends = np.random.default_rng(transport.rank), [0.0]
         for _ in range(4):
             x = rng.standard_normal(n).astype(np.float32)
-            x[:: n // k * 2] *= 3  # which all ranks select, with signs of their own
+            x[:: n // k * 2] *= 3  # all ranks select these
             sc.sparse_allreduce(x, k, comm=transport, algorithm=algorithm)
             ends.append(transport.seconds)
         return ends
@@ -140,16 +140,16 @@ steps = st.tuples(st.sampled_from(KINDS), st.sampled_from([1e-3, 0.5, 1.0, 1.02,
 
 
 def gradients_of(step: tuple[str, float, bool, int], n: int, P: int) -> list[np.ndarray]:
-    """Return one gradient per rank; crowded ones have their largest entries in a tenth of the indices."""
+    """Return one gradient per rank; the largest entries of crowded ones are in a tenth of the indices."""
     kind, scale, crowded, seed = step
-    made = [(data.gradient(kind, n, "float32", seed + rank) * np.float32(scale)) for rank in range(P)]
-    for x in made if crowded else ():
+    gradients = [(data.gradient(kind, n, "float32", seed + rank) * np.float32(scale)) for rank in range(P)]
+    for x in gradients if crowded else ():
         x[seed % 2 * (n // 2) + n // 10 :] *= np.float32(1e-3)
-    return made
+    return gradients
 
 
-def kept_of(transport: simulated.SimulatedTransport) -> dict[type, object]:
-    """Return what the only plan of a transport keeps for its algorithm."""
+def memory_of(transport: simulated.SimulatedTransport) -> dict[type, object]:
+    """Return the memory of the algorithm in the only plan of a transport."""
     (plan,) = queue_of(transport).plans._plans.values()
     return plan.comm.cache
 
@@ -157,49 +157,52 @@ def kept_of(transport: simulated.SimulatedTransport) -> dict[type, object]:
 @pytest.mark.parametrize("variant", ["split", "split:2", "means", "ssar"])
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 20])
 def test_whatever_ranks_remember_the_result_is_the_oracles(variant: str, P: int) -> None:
-    """Gradients change from call to call as in no training. Before the last call any rank may forget anything, or
-    remember what it knew after the first one.
+    """Gradients change from call to call far more than in a training run.
+
+    Before the last call, a rank may forget some of its memory, or get back its memory after the first call.
     """
     options = SPLITS[variant]
     sizes = st.one_of(st.integers(1, 400), st.just(3000))
-    memories = st.tuples(st.integers(0, P - 1), st.sampled_from([Ranges, Bounds, None]))  # None: what it knew at first
+    memories = st.tuples(
+        st.integers(0, P - 1), st.sampled_from([Ranges, Bounds, None])
+    )  # what to forget; None: go back to the first call
 
     @settings(max_examples=20 if P < 9 else 3)
     @given(sizes, st.data(), st.lists(steps, min_size=2, max_size=5), st.lists(memories, max_size=3))
     def calls(n: int, draw: st.DataObject, sequence: list[Any], losses: list[tuple[int, type | None]]) -> None:
         k = draw.draw(data.counts(n))
-        given = [gradients_of(step, n, P) for step in sequence]
-        if variant == "means":  # a mean that rounds to zero is left out, and the next one wins in its place
-            totals = [np.sum(xs, axis=0, dtype=np.float32) for xs in given]
+        gradients = [gradients_of(step, n, P) for step in sequence]
+        if variant == "means":  # the oracle does not drop means that round to zero
+            totals = [np.sum(xs, axis=0, dtype=np.float32) for xs in gradients]
             assume(all((total / np.float32(P) != 0).sum() == (total != 0).sum() for total in totals))
 
         def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
-            found, before = [], {}
-            for call, xs in enumerate(given):
-                if call == len(given) - 1:
-                    kept = kept_of(transport)
-                    for rank, what in losses:
+            results, before = [], {}
+            for call, xs in enumerate(gradients):
+                if call == len(gradients) - 1:
+                    memory = memory_of(transport)
+                    for rank, kind in losses:
                         if rank == transport.rank:
-                            kept.update(before if what is None else {what: None})
-                found.append(sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options).to_dense() + 0)
-                before = before or dict(kept_of(transport))
-            return found
+                            memory.update(before if kind is None else {kind: None})
+                results.append(sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options).to_dense() + 0)
+                before = before or dict(memory_of(transport))
+            return results
 
         with np.errstate(all="ignore"):
-            wanted = [expected_result(xs, k, options) for xs in given]
-            for found in run(P, program):
-                for mine, its in zip(found, wanted, strict=True):
-                    assert data.same_bits(mine, its)
+            wanted = [expected_result(xs, k, options) for xs in gradients]
+            for results in run(P, program):
+                for result, expected in zip(results, wanted, strict=True):
+                    assert data.same_bits(result, expected)
 
     calls()
 
 
 @pytest.mark.parametrize("variant", ["split", "means", "chunk, 2 bits"])
 @pytest.mark.parametrize("P", [2, 3, 6])
-def test_a_rank_that_leaves_anywhere_loses_nothing_and_the_next_call_goes_well(
+def test_a_rank_that_leaves_anywhere_loses_nothing_and_the_next_call_succeeds(
     variant: str, P: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves after it has sent and received, so that others may have ended the call: some know what it does not."""
+    """It leaves after sending and receiving, so others may have ended the call and remember more than it does."""
     options, n = SPLITS[variant], 2048
     k = options.get("k", 64)
     exchange = Communicator.exchange_parcels
@@ -207,7 +210,7 @@ def test_a_rank_that_leaves_anywhere_loses_nothing_and_the_next_call_goes_well(
     @settings(max_examples=12)
     @given(st.integers(0, P - 1), st.integers(0, 2), st.integers(0, 4), data.seeds)
     def calls(leaver: int, left_call: int, trip: int, seed: int) -> None:
-        given = [[data.integers(n, "float32", seed + 10 * call + rank) for rank in range(P)] for call in range(4)]
+        gradients = [[data.integers(n, "float32", seed + 10 * call + rank) for rank in range(P)] for call in range(4)]
         passed = 0
 
         def leaves(self: Communicator, *args: Any, **kwargs: Any) -> Any:
@@ -220,28 +223,28 @@ def test_a_rank_that_leaves_anywhere_loses_nothing_and_the_next_call_goes_well(
             return received
 
         def program(transport: simulated.SimulatedTransport) -> tuple[np.ndarray, list[np.ndarray | None]]:
-            residual, found = np.zeros(n, np.float32), []
-            for call, xs in enumerate(given):
+            residual, sums = np.zeros(n, np.float32), []
+            for call, xs in enumerate(gradients):
                 try:
                     arguments = options | {"k": k, "residual": residual, "comm": transport}
-                    found.append(sc.sparse_allreduce(xs[transport.rank], **arguments).to_dense())
+                    sums.append(sc.sparse_allreduce(xs[transport.rank], **arguments).to_dense())
                 except sc.TransportError:  # noqa: PERF203
                     assert call == left_call
-                    found.append(None)
-            return residual, found
+                    sums.append(None)
+            return residual, sums
 
         with monkeypatch.context() as patch:
             patch.setattr(Communicator, "exchange_parcels", leaves)
             outcomes = run(P, program)
         applied = np.zeros(n)
-        for results in zip(*(found for _, found in outcomes), strict=True):
-            made = [result for result in results if result is not None]
-            assert all(data.same_bits(result, made[0]) for result in made)
-            if 0 < len(made) < P:
-                return  # some have kept what others have applied
-            applied += made[0] if made else 0
+        for results in zip(*(sums for _, sums in outcomes), strict=True):
+            complete = [result for result in results if result is not None]
+            assert all(data.same_bits(result, complete[0]) for result in complete)
+            if 0 < len(complete) < P:
+                return  # some ranks applied the result and others kept their gradients
+            applied += complete[0] if complete else 0
         if variant == "split":
             left = np.sum([residual for residual, _ in outcomes], axis=0, dtype=np.float64)
-            np.testing.assert_array_equal(applied + left, np.sum(given, axis=(0, 1), dtype=np.float64))
+            np.testing.assert_array_equal(applied + left, np.sum(gradients, axis=(0, 1), dtype=np.float64))
 
     calls()

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.backends.devices import DEVICES, Device, made
+from tests.backends.devices import DEVICES, Device, device_named
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    with made(request.param) as found:
-        yield found
+    with device_named(request.param) as backend_device:
+        yield backend_device

@@ -19,7 +19,7 @@ from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.tensor import CudaTensor
 
-__all__ = ["DEVICES", "Device", "Emulated", "made", "same", "selection_state"]
+__all__ = ["DEVICES", "Device", "Emulated", "device_named", "same", "selection_state"]
 
 DEVICES = ("avx512", "avx2", "portable", "threads", "cuda")
 
@@ -45,7 +45,7 @@ class Device:
 
 
 class Emulated(Device):
-    """The CUDA kernels, on the CPU. Sizes are small, so that all ways are taken by short vectors."""
+    """The CUDA kernels, on the CPU. Limits are small, so that short vectors take every branch."""
 
     def __init__(self, seed: int = 0, **sizes: int) -> None:
         self.runtime = DeferredRuntime(seed=seed)
@@ -63,14 +63,14 @@ class Emulated(Device):
 
 
 def selection_state(backend: CudaBackend) -> Array:
-    """The state that the kernels of a selection share, as an array of one element."""
+    """Return the state that the kernels of a selection share, as an array of one element."""
     dtype = structures(backend.tuning)["SELECTION"]
     return backend.workspace()._rooms["SELECTION"][: dtype.itemsize].view(dtype)
 
 
 @contextmanager
-def made(name: str) -> Iterator[Device]:
-    """Make a device. Those of the CPU are its instruction sets, each on one thread, and several threads on the best."""
+def device_named(name: str) -> Iterator[Device]:
+    """Make a device: an instruction set on one thread, "threads" (the best set on several threads) or "cuda"."""
     if name == "cuda":
         device = Emulated()
         yield device

@@ -1,4 +1,4 @@
-"""The packed format, bit by bit and as slowly as can be; entries that are packed; and bytes that are wrong."""
+"""A slow reference of the packed format, which writes one bit at a time; entries to pack; and damaged bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
 
 
 def exponents_of(values: np.ndarray) -> list[int]:
-    """For each 64 values, in numbers that do not round: the smallest e for which 126 * 2^e is no less than any."""
-    found = []
+    """Return for each 64 values the smallest e for which no finite magnitude exceeds 126 * 2^e, without rounding."""
+    exponents = []
     for begin in range(0, len(values), 64):
         block = values[begin : begin + 64]
         max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
-        found.append(next(e for e in range(-126, 122) if max_abs <= 126 * 2.0**e or e == 121))
-    return found
+        exponents.append(next(e for e in range(-126, 122) if max_abs <= 126 * 2.0**e or e == 121))
+    return exponents
 
 
 def quotient(v: float, e: int) -> int:
@@ -34,7 +34,7 @@ def quotient(v: float, e: int) -> int:
 
 
 def narrowed(values: np.ndarray, kind: ValueKind) -> np.ndarray:
-    """bfloat16 and float16: what is finite stays finite."""
+    """Round to bfloat16 or float16. Finite values stay finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(VIEWS[kind])
     bits = narrow.view(np.uint16)
@@ -50,15 +50,15 @@ def quantized(values: np.ndarray, kind: ValueKind) -> np.ndarray:
     if kind.planes:
         return reference.few_bits(values, kind.planes - 1)[0]
     if kind != INT8:
-        found = narrowed(values, kind).astype(np.float32)
+        rounded = narrowed(values, kind).astype(np.float32)
     else:
         shared = exponents_of(values)
         qs = [quotient(float(v), shared[i // 64]) for i, v in enumerate(values)]
         beyond = {-128: math.nan, -127: -math.inf, 127: math.inf}
-        found = np.array([beyond.get(q, q * 2.0 ** shared[i // 64]) for i, q in enumerate(qs)], np.float32)
-    found[found == 0] = 0
-    found.view(np.uint32)[np.isnan(found)] = 0x7FC00000
-    return found
+        rounded = np.array([beyond.get(q, q * 2.0 ** shared[i // 64]) for i, q in enumerate(qs)], np.float32)
+    rounded[rounded == 0] = 0
+    rounded.view(np.uint32)[np.isnan(rounded)] = 0x7FC00000
+    return rounded
 
 
 def low_bits(count: int, span: int) -> int:
@@ -66,7 +66,7 @@ def low_bits(count: int, span: int) -> int:
 
 
 def areas(count: int, span: int, kind: ValueKind, float64_values: bool) -> list[tuple[str, int]]:
-    """Names, and lengths in bytes."""
+    """Return the names and the lengths in bytes of the areas of a message."""
     low = low_bits(count, span)
     blocks = -(-count // 64)
     values = 8 * kind.planes * blocks or count * (8 if float64_values else (4, 2, 2, 1)[kind.code])
@@ -82,7 +82,7 @@ def areas(count: int, span: int, kind: ValueKind, float64_values: bool) -> list[
 
 
 def packed(indices: np.ndarray, values: np.ndarray, kind: ValueKind) -> bytes:
-    """Values are rounded."""
+    """Return the message. Values are rounded to the kind."""
     if not len(indices):
         return b""
     first, last, count = int(indices[0]), int(indices[-1]), len(indices)
@@ -137,7 +137,7 @@ SHAPES = ("spread", "dense", "every other", "clustered", "far end", "far")
 
 
 def values_of(count: int, kind: ValueKind, float64_values: bool, seed: int, name: str = "normal") -> np.ndarray:
-    """Rounded, and none is zero."""
+    """Return values that the kind represents exactly, none of them zero."""
     values = data.gradient(name, count, "float64" if float64_values else "float32", seed)
     values[values == 0] = 1
     values = quantized(values, kind)
@@ -148,26 +148,26 @@ def values_of(count: int, kind: ValueKind, float64_values: bool, seed: int, name
 def entries_of(
     shape: str, count: int, n: int, kind: ValueKind, float64_values: bool, seed: int, name: str = "normal"
 ) -> SparseVector:
-    found = indices_of(shape, count, n, seed), values_of(count, kind, float64_values, seed, name)
-    return SparseVector.trusted(*found, n, (n,))
+    indices, values = indices_of(shape, count, n, seed), values_of(count, kind, float64_values, seed, name)
+    return SparseVector.trusted(indices, values, n, (n,))
 
 
 def unpacked(
     backend: Backend, message: bytes, count: int, n: int, kind: ValueKind, float64_values: bool = False
 ) -> tuple[Array, Array]:
-    found = np.frombuffer(message, np.uint8).copy()
+    buffer = np.frombuffer(message, np.uint8).copy()
     if not isinstance(backend, CpuBackend):
         there: Any = backend.runtime.empty(len(message), np.uint8)  # type: ignore[attr-defined]
-        there[:] = found
-        found = there
-    return backend.unpack(found, message[:16], count, n, kind, float64_values)
+        there[:] = buffer
+        buffer = there
+    return backend.unpack(buffer, message[:16], count, n, kind, float64_values)
 
 
 def check_both_ways(device: Device, entries: SparseVector, kind: ValueKind) -> None:
     message = packed(entries.indices, entries.values, kind)
-    found = device.backend.pack(entries, kind)
-    assert found.dtype == np.uint8
-    assert found.tobytes() == message
+    buffer = device.backend.pack(entries, kind)
+    assert buffer.dtype == np.uint8
+    assert buffer.tobytes() == message
     float64_values = entries.values.itemsize == 8
     indices, values = unpacked(device.backend, message, entries.nnz, entries.size, kind, float64_values)
     assert (indices.dtype, values.dtype) == (entries.indices.dtype, entries.values.dtype)
@@ -179,17 +179,17 @@ def check_rounding(device: Device, values: np.ndarray, kind: ValueKind) -> None:
     expected = quantized(values, kind)
     with np.errstate(invalid="ignore"):
         lost = np.where(np.isfinite(values), values - expected, np.float32(0))
-    found, errors, zeros = device.backend.quantize_values(device.array(values), kind)
-    np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected.view(np.uint32))
+    rounded, errors, zeros = device.backend.quantize_values(device.array(values), kind)
+    np.testing.assert_array_equal(np.asarray(rounded).view(np.uint32), expected.view(np.uint32))
     np.testing.assert_array_equal(np.asarray(errors).view(np.uint32), lost.view(np.uint32))
     assert zeros == np.count_nonzero(expected == 0)
-    if not zeros:  # rounding what was rounded changes nothing
-        again, errors, _ = device.backend.quantize_values(found, kind)
-        assert data.same_bits(np.asarray(again), np.asarray(found))
+    if not zeros:  # rounding again changes nothing
+        again, errors, _ = device.backend.quantize_values(rounded, kind)
+        assert data.same_bits(np.asarray(again), np.asarray(rounded))
         assert not np.any(errors)
 
 
-# -- bytes that are wrong ----------------------------------------------------------------------------------------------
+# -- damaged bytes -----------------------------------------------------------------------------------------------------
 
 
 def flipped(message: bytes, bit: int) -> bytes:

@@ -1,4 +1,4 @@
-"""AdamW on some weights: as many steps at each entry as it waited for, and changes of units."""
+"""AdamW on some weights: the missed steps of each entry are made up for, and units change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def exponents_of(n: int, real: type[np.floating], seed: int) -> np.ndarray:
 
 
 def same(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether two arrays have the same bits, except those of NaN."""
+    """Return whether two arrays have the same bits, except the bits of NaN."""
     return data.same_bits(
         np.where(np.isnan(x), x.dtype.type(0), x), np.where(np.isnan(y), y.dtype.type(0), y)
     ) and bool(np.array_equal(np.isnan(x), np.isnan(y)))
@@ -40,7 +40,7 @@ def powers(exponents: np.ndarray, real: type[np.floating]) -> np.ndarray:
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
 def test_units_are_powers_of_two(real: type[np.floating]) -> None:
-    """The largest that are at most sqrt(v) + eps, from the smallest normal number to the largest."""
+    """A unit is the largest power of two that is at most sqrt(v) + eps and is a normal number."""
     finfo = np.finfo(real)
     squares = np.concatenate([10.0 ** np.arange(-30, 30), [0, finfo.max, finfo.tiny]]).astype(real)
     for eps in (real(EPS), finfo.tiny, real(1)):
@@ -55,10 +55,10 @@ def test_units_are_powers_of_two(real: type[np.floating]) -> None:
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0, "dense"])
 @pytest.mark.parametrize("number", [1, 3])
 def test_adamw(device: Device, dtype: str, density: float | str, number: int) -> None:
-    """Against the rule, weight by weight, for parts of one tensor or several.
+    """Compare with the rule, weight by weight, for one or several parts of a bucket.
 
-    A step changes no argument, and `store_adamw` only weights with an entry. A dense sum has an entry for all weights,
-    and is replaced by weights. Some weights and moments overflow, or are not finite from the beginning.
+    `adamw` changes no argument; `store_adamw` changes only weights with an entry. A dense sum has an entry for every
+    weight and is overwritten with the new weights. Some weights and moments overflow or start out not finite.
     """
     real, rng, backend, dense = carried_by(dtype), np.random.default_rng(3), device.backend, density == "dense"
     unit_eps, largest = real(EPS), np.finfo(real).max
@@ -92,39 +92,39 @@ def test_adamw(device: Device, dtype: str, density: float | str, number: int) ->
             v = rule[:, 2] * squares[chosen] + rule[:, 3] * (g * g)
             w = rule[:, 5] * (before if lost is None else before + lost[chosen]) - rule[:, 4] * (m / (np.sqrt(v) + eps))
             change, root = w - before, np.sqrt(v) + unit_eps
-            up, down = (np.frexp(root * real(each))[1] - np.frexp(unit)[1] for each in (0.75, 1.5))
+            up, down = (np.frexp(root * real(factor))[1] - np.frexp(unit)[1] for factor in (0.75, 1.5))
             jumps = np.clip(np.where(up > 0, up, np.minimum(down, 0)), -MAX_JUMP, MAX_JUMP).astype(np.int8)
             limit = device.tensor(x).dtype.rounds_to_infinity
             fits = (abs(w) + real(margin) * abs(change) < limit) | ~np.isfinite(before)
             jumps[~(np.isfinite(m) & np.isfinite(v) & fits)] = OVERFLOWS
 
         arrays = x, mean, squares, last, exponents
-        kept = None if lost is None else lost.copy()
-        theirs = [None if each is None else device.array(each) for each in (mean, squares, last, kept)]
+        rest_before = None if lost is None else lost.copy()
+        on_device = [None if a is None else device.array(a) for a in (mean, squares, last, rest_before)]
         copies = [array.copy() for array in arrays]
         to, units, parts = device.tensor(x), device.array(exponents), []
         for i, (begin, end) in enumerate(pairwise(bounds)):
-            moments = Moments(*(None if each is None else each[begin:end] for each in theirs))
+            moments = Moments(*(None if a is None else a[begin:end] for a in on_device))
             numbers = tables[i], unit_eps, epsilons[i], step
             parts.append(AdamWPart(before_all + begin, to.part(begin, end), moments, *numbers))
         if dense:
             sums = device.array(values)
-            found = backend.adamw_dense(parts, units, sums, before_all)
+            adamw_step = backend.adamw_dense(parts, units, sums, before_all)
         else:
             entries = device.entries(chosen + np.int32(before_all), values, before_all + n)
-            found = backend.adamw(parts, units, entries, margin, keep_changes)
+            adamw_step = backend.adamw(parts, units, entries, margin, keep_changes)
         device.wait()
         if dense:
             with np.errstate(all="ignore"):
                 rounded = reference.widened(w.astype(x.dtype))
             assert same(np.asarray(sums), np.where(jumps == OVERFLOWS, real(np.nan), rounded))
         else:
-            assert same(np.asarray(found.changes), change)
-            assert same(np.asarray(found.jumps), jumps)
-        assert (found.overflows, found.finite) == (bool((jumps == OVERFLOWS).any()), True)
+            assert same(np.asarray(adamw_step.changes), change)
+            assert same(np.asarray(adamw_step.jumps), jumps)
+        assert (adamw_step.overflows, adamw_step.finite) == (bool((jumps == OVERFLOWS).any()), True)
         assert all(data.same_bits(array, copied) for array, copied in zip(arrays, copies, strict=True))
 
-        backend.store_adamw(parts, units if keep_changes and not dense else None, found, write)
+        backend.store_adamw(parts, units if keep_changes and not dense else None, adamw_step, write)
         device.wait()
         if keep_changes and not dense:
             moved = copies[4][before_all + chosen] + np.where(change != 0, jumps, 0).astype(np.int64)
@@ -137,9 +137,9 @@ def test_adamw(device: Device, dtype: str, density: float | str, number: int) ->
             array[chosen] = new
         if lost is not None:
             lost[chosen] = np.where(np.isfinite(rest), rest, 0)
-            assert same(np.asarray(theirs[3]), lost)
-        for ours, array in zip(copies[:4], (x, *theirs[:3]), strict=True):
-            assert same(np.asarray(array), ours)
+            assert same(np.asarray(on_device[3]), lost)
+        for expected, array in zip(copies[:4], (x, *on_device[:3]), strict=True):
+            assert same(np.asarray(array), expected)
 
 
 def test_a_sum_that_is_not_finite_is_reported(device: Device) -> None:
@@ -152,14 +152,14 @@ def test_a_sum_that_is_not_finite_is_reported(device: Device) -> None:
         sums[n // 2] = bad
         parts = [AdamWPart(0, device.tensor(x), moments, table, EPS, EPS, 1)]
         units, indices = device.array(np.full(n, 127, np.uint8)), np.arange(n, dtype=np.int32)
-        made = [device.backend.adamw(parts, units, device.entries(indices, sums, n), 4, True)]
-        made.append(device.backend.adamw_dense(parts, units, device.array(sums), 0))
-        assert [(step.overflows, step.finite) for step in made] == 2 * [(bad != 1, bad == 1)]
+        results = [device.backend.adamw(parts, units, device.entries(indices, sums, n), 4, True)]
+        results.append(device.backend.adamw_dense(parts, units, device.array(sums), 0))
+        assert [(step.overflows, step.finite) for step in results] == 2 * [(bad != 1, bad == 1)]
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
 def test_change_units(device: Device, real: type[np.floating]) -> None:
-    """Residuals keep their values, if they do not overflow. Changes are rounded, and exponents stay valid."""
+    """Residuals keep their values unless these overflow. Changes are rounded, and exponents stay valid."""
     rng, largest = np.random.default_rng(2), np.finfo(real).max
     for n in (1, 5000):
         index = np.flatnonzero(rng.random(n) < 0.4).astype(np.int32)
@@ -184,10 +184,10 @@ def test_change_units(device: Device, real: type[np.floating]) -> None:
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_values_of(device: Device, dtype: str) -> None:
-    """Some elements of a tensor or all."""
+    """Read some elements of a tensor, or all."""
     n = 1000
     index, x = np.flatnonzero(np.random.default_rng(1).random(n) < 0.3), data.gradient("normal", n, dtype, 2)
     for where in (slice(None), device.array(index)):
-        found = device.backend.values_of(device.tensor(x), where)
+        values = device.backend.values_of(device.tensor(x), where)
         device.wait()
-        assert data.same_bits(np.asarray(found), reference.widened(x)[where if isinstance(where, slice) else index])
+        assert data.same_bits(np.asarray(values), reference.widened(x)[where if isinstance(where, slice) else index])

@@ -1,4 +1,4 @@
-"""Work on all tensors of a bucket at once: gradients into the residual, and results into tensors of several dtypes."""
+"""Operations on all tensors of a bucket: gradients are added to the residual, results are written to the tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def gradients(real: str, seed: int) -> list[np.ndarray]:
 
 def added(device: Device, addends: list[Addend], *arguments: Any) -> set[int]:
     """Add all addends, and return the positions of those left out."""
-    found, begin = set(), 0
+    left_out, begin = set(), 0
     while begin < len(addends):
         count, flags = device.backend.add_first(addends[begin:], *arguments)
-        found |= {begin + i for i in device.backend.wait_for((), flags)}
+        left_out |= {begin + i for i in device.backend.wait_for((), flags)}
         begin += count
-    return found
+    return left_out
 
 
 @pytest.mark.covering(1)
@@ -43,7 +43,7 @@ def added(device: Device, addends: list[Addend], *arguments: Any) -> set[int]:
 def test_gradients_are_added(
     device: Device, real: str, if_finite: bool, momentum: float, kind: str, bad: float | str | None
 ) -> None:
-    """Each operation is rounded; all of a tensor is added, or nothing."""
+    """Each operation is rounded. A tensor is added as a whole or left out."""
     if kind == "quotient" and momentum:
         pytest.skip("no optimizer needs it")
     carried, n, rng = np.dtype(real).type, sum(SIZES), np.random.default_rng(1)
@@ -78,21 +78,23 @@ def test_gradients_are_added(
         units = device.array(exponents[part]) if kind == "quotient" else None
         subtracted_from = device.array(minuend[part]) if kind == "difference" else None
         addends.append(Addend(begin, device.tensor(x), scale, units, subtracted_from))
-    ours, ours_moving = device.array(residual), device.array(velocity)
+    on_device, velocity_on_device = device.array(residual), device.array(velocity)
     copies = [x.copy() for x in xs]
     with np.errstate(all="ignore"):
-        found = added(device, addends, ours, ours_moving if momentum else None, decay, momentum, if_finite)
+        skipped = added(
+            device, addends, on_device, velocity_on_device if momentum else None, decay, momentum, if_finite
+        )
     device.wait()
-    assert found == left_out
+    assert skipped == left_out
     assert (bad is None) or not if_finite or left_out or kind in ("gradient", "scaled")
-    np.testing.assert_array_equal(np.asarray(ours), expected)
-    np.testing.assert_array_equal(np.asarray(ours_moving), moving)
+    np.testing.assert_array_equal(np.asarray(on_device), expected)
+    np.testing.assert_array_equal(np.asarray(velocity_on_device), moving)
     assert all(data.same_bits(x, copied) for x, copied in zip(xs, copies, strict=True))
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_sums_of_squares_have_the_same_bits_on_any_device(device: Device, dtype: str) -> None:
-    """Lanes add every 256th element of a tile, and then in pairs; tiles are added exactly."""
+    """256 lanes each add every 256th element of a tile and are then added in pairs; tiles are added exactly."""
     xs = [data.gradient("normal", n, dtype, n) for n in (0, 1, 4095, 4096, 70_001)]
     expected = []
     for x in xs:
@@ -107,7 +109,7 @@ def test_sums_of_squares_have_the_same_bits_on_any_device(device: Device, dtype:
         expected.append(math.fsum(sums))
     assert device.backend.sums_of_squares([device.tensor(x) for x in xs]) == expected
     x = np.zeros(9000, data.DTYPES[dtype])
-    x[::4096] = 1.2e154 if dtype == "float64" else np.inf  # the sums of tiles overflow when they are added
+    x[::4096] = 1.2e154 if dtype == "float64" else np.inf  # each tile is finite, and their sum overflows
     assert device.backend.sums_of_squares([device.tensor(x)]) == [math.inf]
 
 
@@ -115,7 +117,7 @@ def test_sums_of_squares_have_the_same_bits_on_any_device(device: Device, dtype:
 @pytest.mark.parametrize("gap", [None, 0, 1, 4])
 @pytest.mark.parametrize("dense", [False, True])
 def test_results_are_written_and_added(device: Device, real: str, gap: int | None, dense: bool) -> None:
-    """Rounded to nearest even to the dtype of each tensor; a tensor left out does not change."""
+    """Results are rounded to the dtype of each tensor; a tensor outside the segments does not change."""
     n, rng, bounds = sum(SIZES), np.random.default_rng(2), [*pairwise(accumulate(SIZES, initial=0))]
     indices = np.flatnonzero(rng.random(n) < 0.2).astype(np.int32)
     values = data.gradient("normal", len(indices), real, 3)
@@ -142,7 +144,7 @@ def test_results_are_written_and_added(device: Device, real: str, gap: int | Non
 
 
 def test_one_wait_finds_all_numbers_of_entries(device: Device) -> None:
-    """And gradients that were left out."""
+    """It also finds the gradients that were left out."""
     x, y = (data.gradient("normal", n, "float32") for n in (900, 700))
     y[5] = np.nan
     residual: Array = device.array(np.zeros(1600, np.float32))
@@ -153,5 +155,5 @@ def test_one_wait_finds_all_numbers_of_entries(device: Device) -> None:
         flags.append(more)
         del addends[:count]
     first, second = (device.backend.topk(device.tensor(array), 50, None) for array in (x, y))
-    assert sum(len(device.backend.wait_for([first, second], each)) for each in flags) == 1
+    assert sum(len(device.backend.wait_for([first, second], flag)) for flag in flags) == 1
     assert (first.nnz, second.nnz) == (50, 50)

@@ -1,4 +1,4 @@
-"""Every device's arithmetic against the oracle, bit for bit: one table of tests over all of them."""
+"""Every device's arithmetic against the oracle, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ with_types = pytest.mark.parametrize(("dtype", "residual_dtype"), CASES)
 
 
 def check(device: Device) -> settings:
-    """The settings of a property: on the emulated device an example takes as long as a hundred."""
+    """Return the settings of a property: the emulated device is a hundred times slower, so it runs fewer examples."""
     return settings(max_examples=8 if device.name == "cuda" else 30)
 
 
 def shorter(device: Device, n: int) -> int:
-    """Return a length that the emulated device masters in time: of three tiles, or less."""
+    """Return a length that the emulated device handles in time: at most three tiles."""
     return n % 10_001 if device.name == "cuda" else n
 
 
 def accumulated(x: np.ndarray, r: np.ndarray | None, decay: float = 1.0) -> np.ndarray:
-    """decay * residual + x, as it is stored."""
+    """Return decay * residual + x, rounded as it is stored."""
     return x if r is None else reference.accumulated(x, r, decay)
 
 
@@ -70,8 +70,8 @@ decays = st.sampled_from([1.0, 0.95, 0.3])
 def test_topk_by_chunk(device: Device, dtype: str, residual_dtype: str | None) -> None:
     @check(device)
     @given(st.data(), data.sizes, data.kinds, data.seeds, chunk_lengths, decays)
-    @example(None, 70_001, "ascending", 0, 9000, 0.3)  # the first elements of a chunk are no sample of it
-    @example(None, 20_000, "scales by layer", 0, 97, 0.95)  # nor is one chunk of the next
+    @example(None, 70_001, "ascending", 0, 9000, 0.3)  # the first elements of a chunk are smaller than the rest
+    @example(None, 20_000, "scales by layer", 0, 97, 0.95)  # neighbouring chunks have different magnitudes
     def run(draw: st.DataObject | None, n: int, kind: str, seed: int, chunk: int, decay: float) -> None:
         n = shorter(device, n)
         k = max(1, chunk // 12) if draw is None else draw.draw(data.counts(chunk))
@@ -137,9 +137,9 @@ def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str,
     expected = reference.topk(reference.widened(acc), k)
     same(device.backend.topk(device.tensor(x), k, device.tensor(r)), expected)
     same_residual(r, acc, expected[0])
-    held = acc.copy()
-    same(device.backend.take_topk(device.tensor(held), k), expected)
-    same_residual(held, acc, expected[0])
+    gradient = acc.copy()
+    same(device.backend.take_topk(device.tensor(gradient), k), expected)
+    same_residual(gradient, acc, expected[0])
     acc, r = accumulated(x, before, 0.95), before.copy()
     expected = reference.topk_by_chunk(reference.widened(acc), 64, 4096)
     same(device.backend.topk_by_chunk(device.tensor(x), 64, 4096, device.tensor(r), 0.95), expected)
@@ -148,7 +148,7 @@ def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str,
 
 @with_types
 def test_add_into(device: Device, dtype: str, residual_dtype: str | None) -> None:
-    """In place, also without elements; into the gradient's type, or a wider one in which sums are carried."""
+    """The residual has the gradient's type, or a wider one."""
     for n in (0, 1, 7, 5000) if residual_dtype is not None else ():
         x, r = data.gradient("normal", n, dtype), data.gradient("normal", n, residual_dtype, 1)
         acc, before = accumulated(x, r), x.copy()
@@ -194,23 +194,23 @@ def test_windows(device: Device, dtype: type, dense: bool) -> None:
     @given(st.data(), data.seeds, st.integers(1, 3000), st.integers(0, 500))
     def run(draw: st.DataObject, seed: int, n: int, nnz: int) -> None:
         boundaries = [0, *sorted(draw.draw(st.lists(st.integers(0, n), max_size=6))), n]
-        whole = vectors(dtype, seed, n, nnz, "normal")
-        full = reference.dense(whole, n)
-        entries = device.backend.nonzeros(device.array(full.copy()), (n,)) if dense else SparseVector(*whole, n)
-        found = device.backend.split_at_indices(entries, boundaries)
-        assert len(found) == len(boundaries) - 1
-        for part, begin, end in zip(found, boundaries, boundaries[1:], strict=False):
-            assert part.size == end - begin
-            assert part.shape == (end - begin,)
-            assert device.backend.well_formed(part)
+        vector = vectors(dtype, seed, n, nnz, "normal")
+        full = reference.dense(vector, n)
+        entries = device.backend.nonzeros(device.array(full.copy()), (n,)) if dense else SparseVector(*vector, n)
+        windows = device.backend.split_at_indices(entries, boundaries)
+        assert len(windows) == len(boundaries) - 1
+        for window, begin, end in zip(windows, boundaries, boundaries[1:], strict=False):
+            assert window.size == end - begin
+            assert window.shape == (end - begin,)
+            assert device.backend.well_formed(window)
             expected = full[begin:end]
-            same(part, (np.flatnonzero(expected), expected[expected != 0]))
+            same(window, (np.flatnonzero(expected), expected[expected != 0]))
 
     run()
 
 
 def sampled_on_cpu(n: int, itemsize: int) -> np.ndarray:
-    """Return where `sample` of kernels/cpu/topk.cpp looks: 16 neighbours in each of equal strata."""
+    """Return the positions that `sample` of kernels/cpu/topk.cpp reads: 16 neighbours in each stratum."""
     lines = min(1 << 16, n // 16) // 16
     line, stride = np.arange(lines, dtype=np.uint64), np.uint64(n // lines)
     hashed, half = line * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32), np.uint64(32)
@@ -219,7 +219,7 @@ def sampled_on_cpu(n: int, itemsize: int) -> np.ndarray:
 
 
 def sampled_on_cuda(n: int, itemsize: int) -> np.ndarray:
-    """Return where `sample` of kernels/cuda/topk.cu looks: 32 aligned bytes in each of equal strata."""
+    """Return the positions that `sample` of kernels/cuda/topk.cu reads: 32 aligned bytes in each stratum."""
     sector, step, starts = 32 // itemsize, n // SAMPLE_SECTORS, []
     for i in range(SAMPLE_SECTORS):
         z = (i + 0x9E3779B97F4A7C15) % 2**64
@@ -236,7 +236,7 @@ SAMPLE_SECTORS = 256
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("only_there", [True, False])
 def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_there: bool) -> None:
-    """Large values only where the sample looks (its threshold is too high), or only elsewhere (it is far too low)."""
+    """Large values are only in the sample (the threshold is too high), or only outside it (it is far too low)."""
     on_cuda = device.name == "cuda"
     if on_cuda:
         device = Emulated(sample_sectors=SAMPLE_SECTORS, filter_rounds=1)
@@ -250,15 +250,15 @@ def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_th
         same(device.backend.topk(device.tensor(x), k, None), expected)
         same(device.backend.topk(device.tensor(x), k, device.tensor(r)), expected)
         same_residual(r, x, expected[0])
-        held = x.copy()
-        same(device.backend.take_topk(device.tensor(held), k), expected)
-        same_residual(held, x, expected[0])
+        gradient = x.copy()
+        same(device.backend.take_topk(device.tensor(gradient), k), expected)
+        same_residual(gradient, x, expected[0])
         retried += int(selection_state(device.backend)["retry"][0]) if on_cuda else 1
     assert retried
 
 
 def vectors(dtype: type, seed: int, n: int, nnz: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Sparse entries, none zero."""
+    """Return indices and values of entries, none zero."""
     rng = np.random.default_rng(seed)
     indices = np.sort(rng.choice(n, min(nnz, n), replace=False)).astype(np.int32)
     values = data.gradient(kind, len(indices), "float32", seed).astype(dtype)
@@ -284,9 +284,9 @@ def test_merge_and_reselect(device: Device, dtype: type) -> None:
         b = (b[0], reference.canonical(b[1]))
         left, right = SparseVector(*a, n), SparseVector(*b, n)
         same(device.backend.merge(left, right), reference.merge(a, b))
-        kept, rejected = reference.merge_topk(a, b, k)
+        expected, rejected = reference.merge_topk(a, b, k)
         out = device.backend.merge_topk(left, right, k)
-        same(out[0], kept)
+        same(out[0], expected)
         same(out[1], rejected)
         assert device.backend.well_formed(out[0])
 
@@ -298,8 +298,8 @@ def test_indices_of_64_bits(device: Device) -> None:
     a = np.array([3, 2**31 - 1, 2**31 + 5]), np.array([1.0, 2.0, 3.0], np.float32)
     b = np.array([3, 2**31 + 4, 2**31 + 5]), np.array([4.0, -6.0, 0.5], np.float32)
     left, right = SparseVector(*a, n), SparseVector(*b, n)
-    for found, expected in zip(device.backend.merge_topk(left, right, 2), reference.merge_topk(a, b, 2), strict=True):
-        same(found, expected)
+    for result, expected in zip(device.backend.merge_topk(left, right, 2), reference.merge_topk(a, b, 2), strict=True):
+        same(result, expected)
     same(device.backend.merge(left, right), reference.merge(a, b))
     low, high = device.backend.split_at_indices(left, [0, 2**31 - 1, n])
     assert (low.indices.tolist(), high.indices.tolist()) == ([3], [0, 6])
@@ -309,7 +309,7 @@ def test_indices_of_64_bits(device: Device) -> None:
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("int64_indices", [False, True])
 def test_scattering(device: Device, dtype: str, int64_indices: bool) -> None:
-    """All entries, or those that another vector has or does not have. It may be empty, far shorter or far longer."""
+    """Scatter all entries, or only entries at indices that another vector has, or does not have."""
     counts = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(200, 2500))
 
     @check(device)
@@ -373,11 +373,10 @@ def test_dense_arithmetic(device: Device, dtype: str, kind: str) -> None:
         device.backend.cast_into(None, device.tensor(x))
         device.wait()
         assert not np.any(x)
-        found = device.backend.nonzeros(total, (n,))
-        same(found, reference.threshold(np.array(total), 0.0))
+        same(device.backend.nonzeros(total, (n,)), reference.threshold(np.array(total), 0.0))
 
 
-def test_what_is_not_well_formed(device: Device) -> None:
+def test_well_formed(device: Device) -> None:
     def entries(indices: list[int], values: list[float]) -> SparseVector:
         return SparseVector.trusted(np.array(indices, np.int32), np.array(values, np.float32), 10, (10,))
 
@@ -392,7 +391,7 @@ def test_what_is_not_well_formed(device: Device) -> None:
 
 @pytest.mark.slow
 def test_more_elements_than_31_bits_count() -> None:
-    """Mostly untouched zero pages, so that 4 GiB of address space are little memory."""
+    """Most pages are untouched zeros, so the 4 GiB of address space take little memory."""
     n = 2**31 + 1000
     x = np.zeros(n, np.float16)
     indices = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])

@@ -1,4 +1,4 @@
-"""The compiled functions of the CPU: arrays that they refuse, threads, and forks."""
+"""The compiled CPU functions: arrays that they refuse, forks, and scratch memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def vector(indices: np.ndarray, values: np.ndarray = VALUES) -> SparseVector:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
-    """Each array of each method, alone: kernels would read or write what is not theirs."""
+    """Each array of each method is wrong in turn; a kernel would read or write out of bounds."""
     make, fine, dense = WRONG[wrong], vector(INDICES), interop.tensor(np.zeros(6, np.float32), "x", writable=True)
     calls = [
         lambda v: BACKEND.merge(v, fine),
@@ -55,10 +55,10 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
         if wrong != "wide" or call not in of_any_type:
             with pytest.raises(ValueError, match="expected"):
                 call(vector(INDICES, make(VALUES)))
-    kept, exponents = Moments(VALUES, VALUES, INDICES, VALUES), np.ones(6, np.uint8)
+    moments, exponents = Moments(VALUES, VALUES, INDICES, VALUES), np.ones(6, np.uint8)
 
     def adamw(units: np.ndarray = exponents, **changes: np.ndarray) -> None:
-        BACKEND.adamw([AdamWPart(0, dense, kept._replace(**changes), TABLE, 1.0, 1.0, 1)], units, fine, 4.0, True)
+        BACKEND.adamw([AdamWPart(0, dense, moments._replace(**changes), TABLE, 1.0, 1.0, 1)], units, fine, 4.0, True)
 
     def add(**how: np.ndarray) -> None:
         BACKEND.add_first([Addend(0, dense, **how)], np.zeros(6, np.float32), None, 0.5, 0.0, True)
@@ -68,9 +68,9 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
         (lambda a: add(minuend=a), VALUES),
         (lambda a: add(exponents=a), exponents),
         (lambda a: BACKEND.mix_into(dense, a, 0.5), VALUES),
-        *((lambda a, name=name: adamw(**{name: a}), array) for name, array in kept._asdict().items()),
+        *((lambda a, name=name: adamw(**{name: a}), array) for name, array in moments._asdict().items()),
     ]
-    if wrong not in ("long", "no axes"):  # the step takes a part of them
+    if wrong not in ("long", "no axes"):  # the step uses only a part of a longer array
         arrays += [(adamw, exponents)]
     if wrong != "with gaps":
         arrays += [(lambda a: BACKEND.cast_into(a, dense), VALUES)]
@@ -106,7 +106,7 @@ for _ in range(3):
 for number in range(100):
     child = os.fork()
     if child == 0:
-        signal.alarm(100)  # ends one that waits for ever
+        signal.alarm(100)  # kills a child that hangs
         backend.merge_topk(entries, entries, 10)
         fine = number % 20 or np.array_equal(backend.topk(x, 100, None).indices, expected)
         os._exit(0 if fine else 1)
@@ -122,7 +122,7 @@ def test_a_fork_beside_threads_has_threads_and_scratch_memory_of_its_own() -> No
 
 
 def test_scratch_memory_is_its_owners() -> None:
-    """The memory of an owner's results is reused by its next ones, and by no other owner."""
+    """An owner's next results reuse its memory; another owner's results do not."""
     count = 100_000
     entries = SparseVector(np.arange(count), np.ones(count, np.float32), count)
 

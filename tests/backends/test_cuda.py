@@ -1,4 +1,4 @@
-"""What is particular to CUDA devices: how many kernels are started, when the host waits, and what the kernels leave."""
+"""Properties of CUDA devices only: launches, waits of the host, memory, streams and graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def entries_of(n: int, nnz: int, seed: int) -> SparseVector:
 
 @pytest.mark.parametrize("index", [10**9, 5000, -1, -(2**31)])
 @pytest.mark.parametrize("position", [0, 1000, 2499])
-def test_indices_that_were_written_to_never_lead_out_of_bounds(
+def test_damaged_indices_never_lead_out_of_bounds(
     backend: CudaBackend, runtime: DeferredRuntime, position: int, index: int
 ) -> None:
     n = 5000
@@ -53,12 +53,12 @@ def test_indices_that_were_written_to_never_lead_out_of_bounds(
     changed.indices[position] = index
     backend.densify(backend.as_tensor(out, (n,)), changed)
     for pair in ((changed, other), (other, changed)):
-        kept, rejected = backend.merge_topk(*pair, 700)
-        assert kept.nnz + rejected.nnz <= 5000
+        merged, rejected = backend.merge_topk(*pair, 700)
+        assert merged.nnz + rejected.nnz <= 5000
     written = out.get()
     runtime.check()
-    kept = (changed.indices >= 0) & (changed.indices < n)
-    expected = reference.dense((changed.indices[kept], changed.values[kept]), n)
+    valid = (changed.indices >= 0) & (changed.indices < n)
+    expected = reference.dense((changed.indices[valid], changed.values[valid]), n)
     assert ((written == expected) | (written == 0)).all()
 
 
@@ -85,36 +85,36 @@ def test_number_of_launches(backend: CudaBackend, runtime: DeferredRuntime) -> N
 def test_launches_are_prepared_once(
     backend: CudaBackend, runtime: DeferredRuntime, by_chunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each kind of call and stream; other memory of later calls makes no difference, nor does a longer state."""
+    """Once for each kind of call and stream: later calls on other memory reuse them."""
     prepared, prepare = list[str](), backend.prepare
-    monkeypatch.setattr(backend, "prepare", lambda *given: prepared.append(given[1]) or prepare(*given))
+    monkeypatch.setattr(backend, "prepare", lambda *arguments: prepared.append(arguments[1]) or prepare(*arguments))
 
     def call(n: int, k: int, seed: int, *, residual: bool = True, shift: int = 0) -> int:
         """Return the number of launches that were prepared."""
         x, r = (data.integers(n + shift, "float32", seed + i)[shift:] for i in range(2))
         total = r + x if residual else x.copy()
-        kept = x.copy(), r.copy()
+        before = x.copy(), r.copy()
         runtime.launches.clear()
         prepared.clear()
         arguments = (k, n // 3) if by_chunk else (k,)
-        select, oracle = (getattr(each, "topk_by_chunk" if by_chunk else "topk") for each in (backend, reference))
+        select, oracle = (getattr(module, "topk_by_chunk" if by_chunk else "topk") for module in (backend, reference))
         expected = oracle(total, *arguments)
         same(select(on_device(x), *arguments, on_device(r) if residual else None), expected)
         total[expected[0]] = 0
-        np.testing.assert_array_equal(r, total if residual else kept[1])
-        np.testing.assert_array_equal(x, kept[0])
+        np.testing.assert_array_equal(r, total if residual else before[1])
+        np.testing.assert_array_equal(x, before[0])
         return len(prepared)
 
     launches = call(9000, 90, 0)
     assert launches == len(runtime.launches) > 0
     assert [call(9000, 90, seed) for seed in (1, 2)] == [0, 0]
     assert call(9000, 91, 3) == call(9000, 90, 4, residual=False) == call(9000, 90, 5, shift=1) == launches
-    assert call(40_000, 90, 6) == launches  # with a longer state
+    assert call(40_000, 90, 6) == launches  # the selection needs more state
     assert call(9000, 90, 7) == 0
     stream, x = runtime.new_stream(), on_device(data.integers(9000, "float32", 1))
     with runtime.on_stream(stream):
         assert [call(9000, 90, seed) for seed in (8, 9)] == [launches, 0]
-        for times in (1, 2):  # a graph has its own
+        for times in (1, 2):  # each graph prepares its own
             with runtime.capture(stream):
                 backend.topk_by_chunk(x, 90, 3000, None) if by_chunk else backend.topk(x, 90, None)
             assert len(prepared) == times * launches
@@ -123,7 +123,7 @@ def test_launches_are_prepared_once(
 def test_the_host_waits_only_when_it_asks(
     backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers of entries go from kernel to kernel in device memory: selection, merges, residual and densify."""
+    """Kernels pass numbers of entries to each other in device memory: selection, merges, residual and densify."""
 
     def no_waiting(event: object) -> None:
         raise AssertionError("the host waited for the device")
@@ -134,16 +134,16 @@ def test_the_host_waits_only_when_it_asks(
         patched.setattr(runtime.streams, "run_until", no_waiting)
         taken = backend.topk(on_device(x), 90, on_device(residual))
         others = backend.topk_by_chunk(on_device(out), 8, 900, None)
-        kept, rejected = backend.merge_topk(taken, others, 70)
-        twice, _ = backend.merge_topk(kept, kept, 60)
-        mean = backend.divide(kept, 4)
+        merged, rejected = backend.merge_topk(taken, others, 70)
+        twice, _ = backend.merge_topk(merged, merged, 60)
+        mean = backend.divide(merged, 4)
         backend.scatter_add(on_device(residual), rejected)
-        backend.scatter_add_where(on_device(residual), taken, kept, False)
+        backend.scatter_add_where(on_device(residual), taken, merged, False)
         backend.densify(on_device(out), mean)
     by_chunk = reference.topk_by_chunk(data.gradient("normal", 9000, "float32", 2), 8, 900)
     selected = reference.topk(acc, 90), by_chunk
     expected, lost = reference.merge_topk(*selected, 70)
-    np.testing.assert_array_equal(kept.indices, expected[0])
+    np.testing.assert_array_equal(merged.indices, expected[0])
     np.testing.assert_array_equal(rejected.indices, lost[0])
     np.testing.assert_array_equal(twice.values, reference.topk(reference.dense(expected, 9000), 60)[1] * 2)
     np.testing.assert_array_equal(out, reference.dense(expected, 9000) / np.float32(4))
@@ -164,16 +164,16 @@ def test_the_host_waits_only_when_it_asks(
     data.seeds,
 )
 def test_chunks_of_any_length(chunk: int, n: int, k: int, kind: str, dtype: str, seed: int) -> None:
-    """Tiles have 4,096 elements. A warp selects alone for small k, or from up to 512. In any order of threads."""
+    """A warp selects alone for small k, or from up to 512 elements; tiles have 4,096. Threads run in any order."""
     x, r = data.gradient(kind, n, dtype, seed), data.gradient("normal", n, dtype, seed + 1)
     backend = CudaBackend(DeferredRuntime(seed=seed, multiprocessors=1 + seed % 4))
     for residual, decay in ((None, 1.0), (r, 0.95)):
         acc = x if residual is None else reference.accumulated(x, r, decay)
         indices, values = reference.topk_by_chunk(reference.widened(acc), min(k, chunk), chunk)
         there = None if residual is None else on_device(residual)
-        found = backend.topk_by_chunk(on_device(x), min(k, chunk), chunk, there, decay)
-        np.testing.assert_array_equal(found.indices, indices)
-        assert data.same_bits(np.asarray(found.values), values)
+        result = backend.topk_by_chunk(on_device(x), min(k, chunk), chunk, there, decay)
+        np.testing.assert_array_equal(result.indices, indices)
+        assert data.same_bits(np.asarray(result.values), values)
     backend.runtime.check()
     acc[indices] = 0
     np.testing.assert_array_equal(reference.widened(r), reference.widened(acc))
@@ -189,9 +189,9 @@ def test_memory_that_is_not_aligned(backend: CudaBackend, dtype: str, shift: tup
     before[expected[0]] = 0
     np.testing.assert_array_equal(reference.widened(r), before)
     expected = reference.topk_by_chunk(reference.widened(reference.accumulated(x, r)), 5, 333)
-    found = backend.topk_by_chunk(on_device(x), 5, 333, on_device(r))
-    same(found, expected)
-    backend.densify(on_device(x), found)
+    result = backend.topk_by_chunk(on_device(x), 5, 333, on_device(r))
+    same(result, expected)
+    backend.densify(on_device(x), result)
     backend.runtime.synchronize()
     np.testing.assert_array_equal(reference.widened(x), reference.dense(expected, len(x)))
 
@@ -200,7 +200,7 @@ def test_memory_that_is_not_aligned(backend: CudaBackend, dtype: str, shift: tup
 def test_device_memory_that_runs_out_leaves_everything_as_it_was(
     by_chunk: bool, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whichever allocation: nothing has been started by then."""
+    """Whichever allocation fails, no kernel has been launched yet."""
     x, r = data.gradient("normal", 9000, "float32"), data.gradient("normal", 9000, "float32", 1)
     before, empty = r.copy(), runtime.empty
     for allowed in range(20):
@@ -234,7 +234,7 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
 def test_a_call_after_one_that_stopped_between_two_launches(
     stopped: str, backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels expect that earlier kernels have left zeros in the shared state."""
+    """Kernels expect zeros in the state that they share, and leave zeros."""
     x, y = (data.gradient("normal", 9000, "float32", seed) for seed in range(2))
     a, b = (backend.topk(on_device(v), 900, None) for v in (x, y))
     expected, wanted = reference.topk(x, 90), reference.topk(x, 900)
@@ -263,7 +263,7 @@ def test_a_call_after_one_that_stopped_between_two_launches(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_candidates_of_normal_data_find_room(dtype: str, runtime: DeferredRuntime) -> None:
-    """Without spare room, which is left for many equal elements. At density 0.09 there is room for 1.7 k."""
+    """Even without the spare room for many equal elements. At density 0.09 there is room for 1.7 k candidates."""
     x, rooms = on_device(data.gradient("normal", 1 << 19, dtype)), []
     backend, room = CudaBackend(runtime, radix_max_size=300, spare_candidates=0), Workspace.room
     with pytest.MonkeyPatch.context() as patched:
@@ -279,14 +279,14 @@ def test_candidates_of_normal_data_find_room(dtype: str, runtime: DeferredRuntim
 
 
 def test_scratch_memory_is_given_back(runtime: DeferredRuntime) -> None:
-    """Between calls, less than 1 MiB and 1/500 of x is kept, whatever k is: as kernels/README.md says."""
-    backend = CudaBackend(runtime, radix_max_size=300)  # with as much room for candidates as on a GPU
+    """Between calls, the pool holds less than 1 MiB plus 1/500 of x for any k, as kernels/README.md promises."""
+    backend = CudaBackend(runtime, radix_max_size=300)  # with the default room for candidates
     for n, k in ((9000, 90), (200_000, 60_000), (9000, 900)):
         x = data.gradient("normal", n, "float32")
-        found = backend.topk(on_device(x), k, None)
-        kept, lost = backend.merge_topk(found, found, k // 2)
-        kept.indices.get()
-        del found, kept, lost
+        result = backend.topk(on_device(x), k, None)
+        merged, rejected = backend.merge_topk(result, result, k // 2)
+        merged.indices.get()
+        del result, merged, rejected
         assert runtime.current.pool.in_use < 2**20 + x.nbytes // 500
 
 
@@ -295,16 +295,16 @@ def test_scratch_memory_is_given_back(runtime: DeferredRuntime) -> None:
 
 def test_results_stay_on_the_device(cuda: DeferredRuntime) -> None:
     x = CudaTensor(data.gradient("normal", 4000, "float32"))
-    found = sc.topk(x, 40)
-    assert isinstance(found, CountedVector)
-    assert found.device == interop.Device("cuda", 0)
-    assert x.streams == [1]  # the producer makes its work visible to the stream on which ours runs
-    assert sc.merge_topk(found, found, 10).nnz == 10
-    assert (found.nnz, found.density) == (40, 0.01)
+    result = sc.topk(x, 40)
+    assert isinstance(result, CountedVector)
+    assert result.device == interop.Device("cuda", 0)
+    assert x.streams == [1]  # the tensor's library was told on which stream the selection runs
+    assert sc.merge_topk(result, result, 10).nnz == 10
+    assert (result.nnz, result.density) == (40, 0.01)
     with pytest.raises(sc.InvalidInputError, match=r"b is on cpu; expected cuda:0, where a is"):
-        sc.merge_topk(found, sc.topk(x.array, 40), 10)
+        sc.merge_topk(result, sc.topk(x.array, 40), 10)
     managed = sc.topk(CudaTensor(x.array, kind=MANAGED), 40)
-    np.testing.assert_array_equal(managed.indices, found.indices)
+    np.testing.assert_array_equal(managed.indices, result.indices)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_results_stay_on_the_device(cuda: DeferredRuntime) -> None:
 
 @contextmanager
 def captured(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, stream: Stream) -> Iterator[list[Any]]:
-    """Capture a stream that is current in the tensors' library, as in `torch.cuda.graph`, but not in CuPy."""
+    """Capture a stream that is current in the tensors' library, as in `torch.cuda.graph`, and not in CuPy."""
     with runtime.capture(stream) as graph, monkeypatch.context() as patched:
         patched.setattr(interop, "_current_stream", lambda obj: stream.handle)
         yield graph
@@ -323,31 +323,31 @@ def test_a_graph_beside_calls_that_are_not_captured(
     warm: bool, cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph may be the first call on its stream. Other calls run before each replay, also on this stream."""
-    theirs, x, out = cuda.new_stream(), data.gradient("normal", 4000, "float32"), np.zeros(4000, np.float32)
+    captured_stream, x, out = cuda.new_stream(), data.gradient("normal", 4000, "float32"), np.zeros(4000, np.float32)
 
     def eager(seed: int) -> None:
-        for stream in (theirs, cuda.current):
+        for stream in (captured_stream, cuda.current):
             with cuda.on_stream(stream):
                 y = data.gradient("normal", 4000, "float32", seed)
-                found = sc.topk(cuda.library.asarray(y), 40)
-                same(sc.merge_topk(found, found, 20), reference.merge_topk(*2 * [reference.topk(y, 40)], 20)[0])
+                selected = sc.topk(cuda.library.asarray(y), 40)
+                same(sc.merge_topk(selected, selected, 20), reference.merge_topk(*2 * [reference.topk(y, 40)], 20)[0])
 
     if warm:
         eager(5)
-    with captured(cuda, monkeypatch, theirs) as graph:
-        found = sc.topk(CudaTensor(x), 40)
-        found.to_dense(CudaTensor(out))
-        with cuda.on_stream(theirs):
-            twice = sc.merge_topk(found, sc.topk(CudaTensor(x), 90), 60)
+    with captured(cuda, monkeypatch, captured_stream) as graph:
+        selected = sc.topk(CudaTensor(x), 40)
+        selected.to_dense(CudaTensor(out))
+        with cuda.on_stream(captured_stream):
+            twice = sc.merge_topk(selected, sc.topk(CudaTensor(x), 90), 60)
     for seed in range(3):
         eager(seed)
         cuda.streams.run_all()
         x[:] = data.gradient("normal", 4000, "float32", 10 + seed)
-        x[seed:] *= seed < 2  # the last time, few entries are found
-        cuda.replay(graph, theirs)
+        x[seed:] *= seed < 2  # the last gradient has few entries
+        cuda.replay(graph, captured_stream)
         cuda.streams.run_all()
         expected = reference.topk(x, 40)
-        same(found, expected)
+        same(selected, expected)
         same(twice, reference.merge_topk(expected, reference.topk(x, 90), 60)[0])
         np.testing.assert_array_equal(out, reference.dense(expected, 4000))
 
@@ -355,7 +355,7 @@ def test_a_graph_beside_calls_that_are_not_captured(
 def test_what_cannot_be_captured_is_refused_before_it_begins(
     cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, x, residual = cuda.new_stream(), np.ones(99, np.float32), np.zeros(99, np.float32)
+    stream, x, residual = cuda.new_stream(), np.ones(99, np.float32), np.zeros(99, np.float32)
 
     def program(transport: simulated.SimulatedTransport) -> None:
         reducer = sc.Reducer({"w": CudaTensor(x)}, 0.1, comm=transport, dense_below=0)
@@ -368,7 +368,7 @@ def test_what_cannot_be_captured_is_refused_before_it_begins(
             lambda: reducer.push("w", CudaTensor(x)),
             lambda: sc.threshold(CudaTensor(x), 0.5, residual=CudaTensor(residual)),
         ):
-            with captured(cuda, monkeypatch, theirs) as graph:
+            with captured(cuda, monkeypatch, stream) as graph:
                 with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
                     refused()
                 assert not graph
@@ -376,10 +376,10 @@ def test_what_cannot_be_captured_is_refused_before_it_begins(
             assert not residual.any()
         reducer.push("w", cuda.put(np.ones(99, np.float32)))
         assert reducer.wait().number == 1
-        with cuda.capture(theirs), cuda.on_stream(theirs):
-            found = sc.topk(CudaTensor(x), 3)
+        with cuda.capture(stream), cuda.on_stream(stream):
+            selected = sc.topk(CudaTensor(x), 3)
             with pytest.raises(sc.InvalidInputError, match=r"being captured into a CUDA graph, .* nnz"):
-                _ = found.nnz
+                _ = selected.nnz
 
     simulated.run(2, program)
 

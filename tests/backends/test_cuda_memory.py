@@ -1,4 +1,4 @@
-"""Message memory of a CUDA device, where work runs late, and what is freed is given out again at once."""
+"""Message memory of a CUDA device on which work runs late and freed memory is reused at once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CHUNK", 1000)
 
 
-def test_what_is_in_use_at_the_end_of_the_process_is_let_go_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has set the names of modules to None by then, and CUDA may be gone."""
+def test_memory_in_use_at_exit_causes_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At exit, Python may have set module globals to None, and CUDA may be gone."""
 
     class Gone:
         def wait(self) -> None:
@@ -47,48 +47,48 @@ def test_what_is_in_use_at_the_end_of_the_process_is_let_go_in_silence(monkeypat
 
 @pytest.mark.parametrize("above", [False, True])
 def test_a_call_after_one_that_failed_before_it_sent(device: Emulated, chunks: None, above: bool) -> None:
-    """What the failed call had copied, at a lower or a higher address, is not waited for in place of our message."""
+    """The copy of the failed call, at a lower or a higher address, is not mistaken for the copy of the new message."""
     failed = device.backend.memory(direct=False)
     blocks = sorted((failed.empty(N) for _ in range(2)), key=lambda block: block.ctypes.data, reverse=above)
     failed.put(device.array(numbers(1)), blocks[1])
-    ours, message = device.backend.memory(direct=False), blocks[0]
-    ours.put(device.array(numbers(2)), message)
+    owner, message = device.backend.memory(direct=False), blocks[0]
+    owner.put(device.array(numbers(2)), message)
     for nbytes in (1500, N):
-        ours.ready(message, nbytes)
+        owner.ready(message, nbytes)
         np.testing.assert_array_equal(message[:nbytes], numbers(2)[:nbytes])
 
 
 def test_memory_is_kept_when_its_owner_is_gone(device: Emulated) -> None:
-    """The communicator was freed, or the thread has ended."""
-    ours = device.backend.memory(direct=False)
-    message = ours.empty(N)
+    """As when a communicator is freed or a thread ends while a message is copied."""
+    owner = device.backend.memory(direct=False)
+    message = owner.empty(N)
     message[:] = numbers(1)
-    got = ours.get(message, np.uint8)
-    del ours, message, device.backend
+    got = owner.get(message, np.uint8)
+    del owner, message, device.backend
     device.runtime.pinned(N)[:] = 0
     np.testing.assert_array_equal(got.get(), numbers(1))
 
 
 def test_messages_that_come_in_pieces_by_turns(device: Emulated) -> None:
-    """One of them grows meanwhile."""
-    ours = device.backend.memory(direct=False)
-    short, other = ours.empty(2000), ours.empty(N)
+    """One of the messages moves to a larger buffer in between."""
+    owner = device.backend.memory(direct=False)
+    short, other = owner.empty(2000), owner.empty(N)
     for begin in (0, 1000):
         for message, seed in ((short, 1), (other, 2)):
             message[begin : begin + 1000] = numbers(seed)[begin : begin + 1000]
-            ours.landed(message, begin, begin + 1000)
-    long = ours.empty(N)
-    ours.move(short, long)
+            owner.landed(message, begin, begin + 1000)
+    long = owner.empty(N)
+    owner.move(short, long)
     del short
     for message, seed in ((other, 2), (long, 1)):
         message[2000:] = numbers(seed)[2000:]
-        ours.landed(message, 2000, N)
+        owner.landed(message, 2000, N)
     begun = device.runtime.streams.legacy.given
     for message, seed in ((long, 1), (other, 2)):
-        got = ours.get(message[64:4064], np.float64).get()
+        got = owner.get(message[64:4064], np.float64).get()
         np.testing.assert_array_equal(got.view(np.uint8), numbers(seed)[64:4064])
-        np.testing.assert_array_equal(ours.get(message[4064:], np.uint8).get(), numbers(seed)[4064:])
-    assert device.runtime.streams.legacy.given == begun  # they are on the device already
+        np.testing.assert_array_equal(owner.get(message[4064:], np.uint8).get(), numbers(seed)[4064:])
+    assert device.runtime.streams.legacy.given == begun  # all copies had been started before
     del message, other, long
-    ours.put(device.array(numbers(2)), ours.empty(N))
-    assert not ours._landings  # nor are they there for longer than the messages
+    owner.put(device.array(numbers(2)), owner.empty(N))
+    assert not owner._landings  # forgotten together with the messages

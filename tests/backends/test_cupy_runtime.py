@@ -1,4 +1,4 @@
-"""How kernels are compiled by CuPy, and found again. CuPy is a stand-in: `tests/gpu` has the real one, and a device."""
+"""Compilation, launches, streams and memory through CuPy, which is a fake here; `tests/gpu` uses the real one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MADE = b"a module"
 
 
 words, pointers = [ctypes.c_uint] * 7, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p]
-launched: list[Any] = []  # by the driver: handle, sizes, stream, and the parameters of kernels
+launched: list[Any] = []  # per launch: function, sizes, stream, values of the parameters, extra
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *words, *pointers)
 def launch(function: int, *arguments: Any) -> int:
     *sizes, stream, parameters, extra = arguments
     types = KERNELS[function]
-    found = [ctypes.cast(parameters[i], ctypes.POINTER(kind))[0] for i, kind in enumerate(types)]
-    launched.append((function, sizes, stream, found, extra))
+    values = [ctypes.cast(parameters[i], ctypes.POINTER(kind))[0] for i, kind in enumerate(types)]
+    launched.append((function, sizes, stream, values, extra))
     return 700 if function == FAILS else 0
 
 
@@ -52,7 +52,7 @@ class Module:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The options of what has been compiled."""
+    """Replace CuPy, and return a list that gets the options of each compilation."""
     seen: list[tuple[str, ...]] = []
 
     def compile_using_nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, None]:
@@ -82,19 +82,19 @@ entered_devices = [0]  # the last one is the current device
 
 
 def device(index: int = 0) -> Any:
-    """A device, which may be made current."""
-    found = SimpleNamespace(attributes={"MultiProcessorCount": 3}, compute_capability="90")
+    """Return a device that can be made current."""
     methods = {"__enter__": lambda self: entered_devices.append(index), "__exit__": lambda *_: entered_devices.pop()}
-    return type("Device", (SimpleNamespace,), methods)(**vars(found))
+    fake = type("Device", (SimpleNamespace,), methods)
+    return fake(attributes={"MultiProcessorCount": 3}, compute_capability="90")
 
 
 def kernel(definitions: tuple[str, ...] = ("A=1",)) -> Callable[..., Any]:
-    """A kernel of a process that has just begun."""
+    """Return a kernel as a new process gets it."""
     return importlib.import_module(NAME).CupyRuntime(0).kernel("dense.cu", "add", definitions)
 
 
 def test_arguments_of_launches(compiled: list[tuple[str, ...]]) -> None:
-    """They are converted once; afterwards only addresses change. The first error ends the launches."""
+    """Arguments are converted once; later launches change only addresses. The first error ends the launches."""
     module, devices = importlib.import_module(NAME), list[int]()
     driver = SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {}))
     runtime = SimpleNamespace(setDevice=devices.append)
@@ -159,7 +159,7 @@ class Stream:
 
 
 def test_streams(compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream of another library is wrapped once. On leaving, the stream from before follows by the same event."""
+    """A stream of another library is wrapped once. On leaving, the previous stream waits for the same event object."""
     module, own, per_thread = importlib.import_module(NAME), Stream(5), Stream(2)
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(Stream, "entered", [own])
@@ -189,7 +189,7 @@ def test_streams(compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatc
     once, again = own.log
     assert once is again
     assert foreign.log == [per_thread.log[0], once, per_thread.log[1], once]
-    assert per_thread.log[0] is not per_thread.log[1]  # threads must not share an event of their streams
+    assert per_thread.log[0] is not per_thread.log[1]  # threads must not share an event
 
 
 def test_a_module_is_compiled_once_on_a_machine(
@@ -216,7 +216,7 @@ def test_a_folder_that_cannot_be_written_to(
 def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
     compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the program uses PyTorch on a GPU, and PyTorch captures the graph; the others come from CuPy's pool."""
+    """If the program uses PyTorch on a GPU and PyTorch captures the graph. Other arrays come from CuPy's pool."""
     module, log = importlib.import_module(NAME), list[Any]()
     stream = SimpleNamespace(ptr=7, is_capturing=lambda: capturing)
     memory = {name: lambda *arguments, name=name: (name, *arguments) for name in ("UnownedMemory", "MemoryPointer")}
@@ -237,14 +237,14 @@ def test_large_arrays_and_those_of_graphs_are_in_memory_of_pytorch(
         runtime._of_graphs.clear()
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=of_torch) if imported else None)
-            made = runtime.empty(nbytes // 8, "f8")
-        assert (made in runtime._of_graphs) == (capturing and made.memory is None)
+            array = runtime.empty(nbytes // 8, "f8")
+        assert (array in runtime._of_graphs) == (capturing and array.memory is None)
         if used and imported and (by_torch if capturing else nbytes > 8):
             assert log == [(nbytes, 1, 7, 1)]
-            owner = made.memory[1][3]
-            assert made.memory == ("MemoryPointer", ("UnownedMemory", 0x1000, nbytes, owner, 1), 0)
-            del made, owner
+            owner = array.memory[1][3]
+            assert array.memory == ("MemoryPointer", ("UnownedMemory", 0x1000, nbytes, owner, 1), 0)
+            del array, owner
             assert log == [(nbytes, 1, 7, 1), 0x1000]  # freed with the array
         else:
-            assert (log, made.memory) == ([], None)
+            assert (log, array.memory) == ([], None)
         log.clear()

@@ -1,4 +1,4 @@
-"""What algorithms do with entries, on every device, against plain NumPy."""
+"""Operations of algorithms on entries, on every device, against plain NumPy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def vector(nnz: int, seed: int, *, kind: str = "normal", float64_values: bool = 
 
 
 def key(value: float, float64_values: bool) -> int:
-    """By the words: infinity is the largest number, NaN is one above."""
+    """Return the key that orders magnitudes: the bits without the sign, and for NaN one more than infinity."""
     float_, unsigned = (np.float64, np.uint64) if float64_values else (np.float32, np.uint32)
     bits = np.abs(np.array(value, float_)).view(unsigned)
     infinity = (0x7FF << 52) if float64_values else (0xFF << 23)
@@ -49,9 +49,9 @@ def test_sums_and_means_of_contributors(device: Device, float64_values: bool, ki
 
     @check
     @given(st.lists(lengths, min_size=1, max_size=9), data.seeds, st.booleans())
-    def run(each: list[int], seed: int, opposite: bool) -> None:
-        vectors = [vector(nnz, seed + i, kind=kind, float64_values=float64_values) for i, nnz in enumerate(each)]
-        if opposite:  # they cancel, and what comes later counts all the same
+    def run(sizes: list[int], seed: int, opposite: bool) -> None:
+        vectors = [vector(nnz, seed + i, kind=kind, float64_values=float64_values) for i, nnz in enumerate(sizes)]
+        if opposite:  # the first two cancel, and still count as contributors
             first = vectors[0]
             vectors.insert(1, SparseVector.trusted(first.indices, reference.canonical(-first.values), n, (n,)))
         counts, sums = np.zeros(n, vectors[0].values.dtype), []
@@ -63,12 +63,12 @@ def test_sums_and_means_of_contributors(device: Device, float64_values: bool, ki
             while len(sums) > 1:
                 odd = sums[len(sums) // 2 * 2 :]
                 sums = [reference.canonical(a + b) for a, b in zip(sums[::2], sums[1::2], strict=False)] + odd
-        total = sums[0]
-        found, counted = backend.sum_and_count([put(device, v) for v in vectors])
-        same(found, (np.flatnonzero(total), total[total != 0]))
-        same(counted, (np.flatnonzero(total), counts[total != 0]))
-        means = reference.canonical(np.divide(total, counts, out=np.zeros_like(total), where=total != 0))
-        same(backend.means(found, counted.values), (np.flatnonzero(means), means[means != 0]))
+        expected = sums[0]
+        total, counted = backend.sum_and_count([put(device, v) for v in vectors])
+        same(total, (np.flatnonzero(expected), expected[expected != 0]))
+        same(counted, (np.flatnonzero(expected), counts[expected != 0]))
+        means = reference.canonical(np.divide(expected, counts, out=np.zeros_like(expected), where=expected != 0))
+        same(backend.means(total, counted.values), (np.flatnonzero(means), means[means != 0]))
 
     run()
 
@@ -86,13 +86,13 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
         largest_few = [n for n in (1, nth, nth, nnz) if 1 <= n <= nnz]
         assert selection_keys.nth_keys(there, largest_few) == [keys[n - 1] for n in largest_few]
         low = keys[nnz // 2] if nnz else 5
-        its_own = np.array([key(x, float64_values) for x in v.values], np.uint64)
-        near, sure = its_own >= low, its_own >= low + above
+        own_keys = np.array([key(x, float64_values) for x in v.values], np.uint64)
+        near, sure = own_keys >= low, own_keys >= low + above
         for high, expected in ((None, np.zeros(nnz, bool)), (low + above, sure)):
             largest, others = selection_keys.split_by_key(there, low, high)
             same(largest, (v.indices[expected], v.values[expected]))
             same(others, (v.indices[near & ~expected], v.values[near & ~expected]))
-            assert selection_keys.keys_of(backend.values_at(there, others)) == its_own[near & ~expected].tolist()
+            assert selection_keys.keys_of(backend.values_at(there, others)) == own_keys[near & ~expected].tolist()
         assert selection_keys.scaled_key(there, low, [0], keys[:1]) == low
         assert selection_keys.scaled_key(there, low, keys[:1], [0]) == low
         one, two = (key(np.float64(x) if float64_values else np.float32(x), float64_values) for x in (1, 2))
@@ -101,9 +101,9 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
         for above in (2**63, 2**64, 2**70):  # a bound that nothing reaches
             assert selection_keys.scaled_key(there, above, [one], [two]) == above
         for number in largest_few[1:2]:
-            first = sorted(range(nnz), key=lambda i: -int(its_own[i]))[:number]  # of equals the lower index
-            found, its_keys = selection_keys.largest_keys(its_own.tolist(), number, [1, nnz, number])
-            assert (found.tolist(), its_keys) == (sorted(first), [keys[0], keys[-1], keys[number - 1]])
+            first = sorted(range(nnz), key=lambda i: -int(own_keys[i]))[:number]  # ties go to the lower index
+            chosen, chosen_keys = selection_keys.largest_keys(own_keys.tolist(), number, [1, nnz, number])
+            assert (chosen.tolist(), chosen_keys) == (sorted(first), [keys[0], keys[-1], keys[number - 1]])
         positions = list(range(0, nnz, 3))
         same(backend.entries_at(there, positions), (v.indices[positions], v.values[positions]))
 
@@ -112,7 +112,7 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("values", ["normal", "NaN and infinities", "huge range", "denormals"])
-def test_rounding_keeps_what_it_takes(device: Device, kind: ValueKind, values: str) -> None:
+def test_rounded_values_and_errors_add_up(device: Device, kind: ValueKind, values: str) -> None:
     backend = device.backend
 
     @check
@@ -125,17 +125,17 @@ def test_rounding_keeps_what_it_takes(device: Device, kind: ValueKind, values: s
         assert not np.asarray(nothing.values).any()
         assert not (np.asarray(narrow.values) == 0).any()
         same(lost, (v.indices, lost.values))
-        whole, found = np.zeros(v.size, np.float64), np.zeros(v.size, np.float64)
-        whole[v.indices] = v.values
-        found[np.array(narrow.indices)] = narrow.values
-        found[np.array(lost.indices)] += np.array(lost.values)
-        finite = np.isfinite(whole)
-        error = np.abs(found[finite] - whole[finite])
-        arrived = np.zeros(v.size, np.float64)  # of few bits, more may arrive than was there
+        exact, restored = np.zeros(v.size, np.float64), np.zeros(v.size, np.float64)
+        exact[v.indices] = v.values
+        restored[np.array(narrow.indices)] = narrow.values
+        restored[np.array(lost.indices)] += np.array(lost.values)
+        finite = np.isfinite(exact)
+        error = np.abs(restored[finite] - exact[finite])
+        arrived = np.zeros(v.size, np.float64)  # few bits may round a value up
         arrived[np.array(narrow.indices)] = narrow.values if kind.planes else 0
-        assert np.all(error <= 1e-45 + 3e-7 * np.maximum(np.abs(whole), np.abs(arrived))[finite])
-        assert np.isnan(found[np.isnan(whole)]).all()
-        assert not np.isfinite(found[np.isinf(whole)]).any()
+        assert np.all(error <= 1e-45 + 3e-7 * np.maximum(np.abs(exact), np.abs(arrived))[finite])
+        assert np.isnan(restored[np.isnan(exact)]).all()
+        assert not np.isfinite(restored[np.isinf(exact)]).any()
 
     run()
 
@@ -159,13 +159,13 @@ def test_clear(device: Device, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 @pytest.mark.parametrize("kind", ["normal", "NaN and infinities", "huge range", "denormals"])
 def test_rounded_sums(device: Device, kind: str, dtype: DType, dense: bool) -> None:
-    """As arrays of the dtype hold them, without zeros."""
+    """Sums are rounded to the dtype, and zeros are dropped."""
     v = vector(300, 7, kind=kind)
-    whole = np.zeros(1000, np.float32)
-    whole[v.indices] = v.values
+    total = np.zeros(1000, np.float32)
+    total[v.indices] = v.values
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = reference.canonical(whole.astype(data.DTYPES[dtype.name]).astype(np.float32))
-    entries = device.backend.nonzeros(device.array(whole), (1000,)) if dense else put(device, v)
-    found = device.backend.rounded(entries, dtype)
+        expected = reference.canonical(total.astype(data.DTYPES[dtype.name]).astype(np.float32))
+    entries = device.backend.nonzeros(device.array(total), (1000,)) if dense else put(device, v)
+    result = device.backend.rounded(entries, dtype)
     device.wait()
-    same(found, (np.flatnonzero(expected), expected[expected != 0]))
+    same(result, (np.flatnonzero(expected), expected[expected != 0]))

@@ -1,4 +1,4 @@
-"""Whatever mode a program has set its thread to, also NumPy's for errors: the bits are the same, and nothing raises."""
+"""A thread's floating-point mode and NumPy's error mode change no bit of a result, and raise nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAU = {dtype: 3 * tiny for dtype, tiny in TINY.items()}
 
 
 def small(n: int, dtype: str, seed: int) -> np.ndarray:
-    """Return a new array of denormals, some of a few units, and of a few larger numbers; the same in every mode."""
+    """Return a new array of small denormals and a few larger numbers, which is the same in every mode."""
     array: np.ndarray = _small(n, dtype, seed).copy()
     return array
 
@@ -44,32 +44,32 @@ def _small(n: int, dtype: str, seed: int) -> np.ndarray:
 
 
 def everything(dtype: str, n: int) -> list[Any]:
-    """Return what each kernel makes of such numbers."""
+    """Return the outputs of every kernel for such numbers."""
     backend = CpuBackend(4)
     x, y = small(n, dtype, 1), small(n, dtype, 2)
-    t, found = interop.tensor(x, "x"), list[Any]()
+    t, outputs = interop.tensor(x, "x"), list[Any]()
 
     def residual() -> np.ndarray:
         return small(n, dtype, 3)
 
     for r in (None, residual(), residual()):
-        found += [sc.topk(x, n // 3, residual=r), r, sc.threshold(x, TAU[dtype], residual=r), r]
-        found += [sc.topk(x, 3, chunk=16, residual=r), r]
+        outputs += [sc.topk(x, n // 3, residual=r), r, sc.threshold(x, TAU[dtype], residual=r), r]
+        outputs += [sc.topk(x, 3, chunk=16, residual=r), r]
     r = residual()
-    kept = interop.tensor(r, "r", writable=True)
-    found += [backend.topk_by_chunk(t, 3, 16, kept, 0.3), r]
+    target = interop.tensor(r, "r", writable=True)
+    outputs += [backend.topk_by_chunk(t, 3, 16, target, 0.3), r]
     a, b = sc.topk(x, n // 2), sc.topk(y, n // 2)
-    found += [backend.merge(a, b), *backend.merge_topk(a, b, n // 3), backend.well_formed(a), backend.finite(t)]
-    backend.scatter_add(kept, a)
-    backend.scatter_add_where(kept, a, b, True)
-    backend.add_into(t, kept)
-    backend.scale(kept, 0.3)
+    outputs += [backend.merge(a, b), *backend.merge_topk(a, b, n // 3), backend.well_formed(a), backend.finite(t)]
+    backend.scatter_add(target, a)
+    backend.scatter_add_where(target, a, b, True)
+    backend.add_into(t, target)
+    backend.scale(target, 0.3)
     widened = backend.accumulate(t, None)
-    sums = backend.accumulate(kept, None)
-    found += [backend.mixed(t, widened, 0.3), sums]
+    sums = backend.accumulate(target, None)
+    outputs += [backend.mixed(t, widened, 0.3), sums]
     mixed = x.copy()
     backend.mix_into(interop.tensor(mixed, "mixed", writable=True), widened, 0.3)
-    found.append(mixed)
+    outputs.append(mixed)
     magnitudes = np.copysign(widened, 1)
     exponents = unit_exponents(np, magnitudes, magnitudes.dtype.type(1e-8))
     ways: list[dict[str, Any]] = [
@@ -79,35 +79,35 @@ def everything(dtype: str, n: int) -> list[Any]:
     ]
     for how in ways:
         default_float_mode(backend.add_first)([Addend(0, t, **how)], sums, None, 0.3, 0.0, True)
-    found.append(default_float_mode(backend.sums_of_squares)([t]))
+    outputs.append(default_float_mode(backend.sums_of_squares)([t]))
     arrays = widened.copy(), magnitudes.copy(), np.arange(n, dtype=np.int32), sums.copy()
     moments, updated = Moments(*arrays), interop.tensor(x.copy(), "updated", writable=True)
     table = (np.arange(60) / 64).astype(widened.dtype).reshape(10, 6)
     parts = [AdamWPart(0, updated, moments, table, 1e-8, 1e-8, n)]
-    made = backend.adamw(parts, exponents, a, 4, True)
-    backend.store_adamw(parts, exponents, made, True)
-    found += [made.changes, made.jumps, *moments, exponents, backend.memory_of(updated).copy()]
-    total = backend.accumulate(t, kept)
-    backend.add(total, backend.accumulate(kept, None))
+    step = backend.adamw(parts, exponents, a, 4, True)
+    backend.store_adamw(parts, exponents, step, True)
+    outputs += [step.changes, step.jumps, *moments, exponents, backend.memory_of(updated).copy()]
+    total = backend.accumulate(t, target)
+    backend.add(total, backend.accumulate(target, None))
     out = np.empty_like(x)
     backend.cast_into(total, interop.tensor(out, "out", writable=True))
-    found += [r, total, out, a.to_dense(np.empty_like(x)), backend.nonzeros(total, (n,))]
+    outputs += [r, total, out, a.to_dense(np.empty_like(x)), backend.nonzeros(total, (n,))]
     for kind in kinds.KINDS if dtype != "float64" else kinds.KINDS[:1]:
         narrow = a
         if kind is not kinds.EXACT:
-            large = split_by_key(a, 1 << 20 if dtype == "float32" else 0, None)[1]  # none that become zero
+            large = split_by_key(a, 1 << 20 if dtype == "float32" else 0, None)[1]  # no value rounds to zero
             rounded, errors, zeros = backend.quantize_values(large.values, kind)
             narrow = sc.SparseVector.trusted(large.indices, rounded, n, (n,))
-            found += [errors, zeros]
-        found += [narrow, backend.pack(narrow, kind)]
-        indices, values = backend.unpack(found[-1], b"", narrow.nnz, n, kind, dtype == "float64")
-        found += [indices, values]
-    return found
+            outputs += [errors, zeros]
+        outputs += [narrow, backend.pack(narrow, kind)]
+        indices, values = backend.unpack(outputs[-1], b"", narrow.nnz, n, kind, dtype == "float64")
+        outputs += [indices, values]
+    return outputs
 
 
-def bits(found: list[Any]) -> list[bytes]:
-    arrays = [(v.indices, v.values) if isinstance(v, sc.SparseVector) else (v,) for v in found]
-    return [np.asarray(array).tobytes() for each in arrays for array in each]
+def bits(outputs: list[Any]) -> list[bytes]:
+    arrays = [(v.indices, v.values) if isinstance(v, sc.SparseVector) else (v,) for v in outputs]
+    return [np.asarray(array).tobytes() for pair in arrays for array in pair]
 
 
 @every_mode
@@ -121,8 +121,8 @@ def test_every_kernel(mode: str, dtype: str, simd: str) -> None:
         for n in (200, 70_001):  # the second on several threads
             expected = bits(everything(dtype, n))
             with in_mode(mode):
-                found = everything(dtype, n)
-            assert bits(found) == expected
+                outputs = everything(dtype, n)
+            assert bits(outputs) == expected
     finally:
         _cpu.use_simd(best)
 
@@ -154,18 +154,18 @@ def test_a_call(mode: str, dtype: str, wire: str, op: str, algorithm: str) -> No
 
     def program(transport: simulated.SimulatedTransport, in_mode: Any) -> list[Any]:
         x, residual = small(300, dtype, transport.rank), np.zeros(300, data.DTYPES[dtype])
-        out, found = np.empty_like(x), list[Any]()
+        out, outputs = np.empty_like(x), list[Any]()
         with in_mode():
             for _ in range(3):
                 result = sc.sparse_allreduce(x, 40, comm=transport, residual=residual, out=out, **options)
-                found += [result, out.copy(), residual.copy()]
-        return found
+                outputs += [result, out.copy(), residual.copy()]
+        return outputs
 
     same_in_every_mode(mode, program)
 
 
 def huge(n: int, dtype: str, seed: int) -> np.ndarray:
-    """Return numbers whose sums and squares overflow, some zeros, and some whose quotients are denormals."""
+    """Return some zeros, numbers whose sums and squares overflow, and numbers whose quotients are denormals."""
     rng = np.random.default_rng(seed)
     array: np.ndarray = (rng.standard_normal(n) * rng.choice([0.0, 1e38, 1e30, 1e-38], n)).clip(-3e38, 3e38)
     return array.astype(dtype)
@@ -174,7 +174,7 @@ def huge(n: int, dtype: str, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("numbers", [small, huge])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", ["queue", "dense", "momentum", "clip", "skip", "adamw", "local", "outer"])
-def test_training(way: str, mode: str, numbers: Callable[[int, str, int], np.ndarray]) -> None:
+def test_training_steps(way: str, mode: str, numbers: Callable[[int, str, int], np.ndarray]) -> None:
     options: dict[str, Any] = {
         "momentum": {"momentum": 0.9, "decay": 0.7},
         "clip": {"clip": 1e-3, "op": "mean_of_contributors"},
@@ -182,7 +182,7 @@ def test_training(way: str, mode: str, numbers: Callable[[int, str, int], np.nda
     }.get(way, {})
 
     def program(transport: simulated.SimulatedTransport, in_mode: Any) -> list[Any]:
-        weights, residual, found = np.ones(100, np.float32), np.zeros(100, np.float32), list[Any]()
+        weights, residual, outputs = np.ones(100, np.float32), np.zeros(100, np.float32), list[Any]()
         with in_mode():
             if way == "adamw":
                 adamw = sc.SparseAdamW({"w": weights}, density=0.3, comm=transport, dense_steps=0, betas=(0.9, 0.99))
@@ -211,14 +211,14 @@ def test_training(way: str, mode: str, numbers: Callable[[int, str, int], np.nda
                     sc.isparse_allreduce(x, 30, comm=transport, residual=residual, op="mean", out=x).wait()
                 else:
                     sc.sparse_allreduce(x, 1.0, comm=transport, residual=residual, algorithm="dense", op="mean", out=x)
-            found += [weights.copy(), residual.copy(), x]
-        return found
+            outputs += [weights.copy(), residual.copy(), x]
+        return outputs
 
     same_in_every_mode(mode, program)
 
 
 def test_user_code_runs_under_its_own_errstate() -> None:
-    """Schedules, observers of steps and outer optimizers."""
+    """It may be a schedule, an observer of steps or an outer optimizer."""
     seen = []
 
     def density(step: int) -> float:
@@ -243,4 +243,4 @@ def test_user_code_runs_under_its_own_errstate() -> None:
 
     simulated.run(2, program)
     assert {name for name, *_ in seen} == {"density", "on_step", "step"}
-    assert {tuple(its) for _, *its in seen} == {("raise", "raise", "print", "raise")}
+    assert {tuple(modes) for _, *modes in seen} == {("raise", "raise", "print", "raise")}

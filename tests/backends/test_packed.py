@@ -1,4 +1,4 @@
-"""The packed format on every device, against one that is written bit by bit."""
+"""The packed format on every device, against the slow reference in `packed_format`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_kernels_have_the_same_kinds() -> None:
 
 @on_devices
 @pytest.mark.parametrize(("kind", "float64_values"), [*((kind, False) for kind in KINDS), (EXACT, True)])
-def test_bytes_are_those_of_the_format_and_back(device: Device, kind: ValueKind, float64_values: bool) -> None:
+def test_entries_are_packed_and_unpacked(device: Device, kind: ValueKind, float64_values: bool) -> None:
     counts = st.one_of(st.integers(0, 300), st.sampled_from([63, 64, 65, 1000, 5000]))
 
     @check(device)
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_the_format_and_back(device: Device, kind: ValueKind,
 
 @of_kinds
 def test_many_entries_at_an_odd_address(kind: ValueKind) -> None:
-    for n in (40_000, 10**6, 2**31 - 1):  # arrays that stand on scratch memory
+    for n in (40_000, 10**6, 2**31 - 1):  # inputs may lie in scratch memory
         indices = np.unique(np.random.default_rng(0).integers(0, n, 30_000)).astype(np.int32)
         values = data.gradient("normal", len(indices), "float32")
         values = values if kind is EXACT else HOST.quantize_values(values, kind)[0]
@@ -88,7 +88,7 @@ def test_with_tiles_as_they_are(cuda: DeferredRuntime) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_more_tiles_than_a_look_back_sees_at_once(seed: int) -> None:
-    """In any order of threads; the state is all zeros afterwards."""
+    """Threads run in any order. The state is all zeros afterwards."""
     device = Emulated(seed)
     for shape in ("spread", "clustered"):
         check_both_ways(device, entries_of(shape, 40_000, 2_000_000, EXACT, False, seed), EXACT)
@@ -99,7 +99,7 @@ def test_more_tiles_than_a_look_back_sees_at_once(seed: int) -> None:
 
 @pytest.mark.parametrize("device", ["portable", "cuda"], indirect=True)
 def test_every_number_of_low_bits(device: Device) -> None:
-    """Low bits that cross a word; one entry, and more, that span all of n."""
+    """Low bits may cross a word. One or two entries may span all of n."""
     for low in range(1, 57):
         indices = np.array([3, 3 + (5 << low), 3 + 2**low - 1 + (6 << low), *(3 + ((8 + i) << low) for i in range(61))])
         n = int(indices[-1]) + 1
@@ -123,7 +123,7 @@ def test_a_vector_whose_length_only_the_device_knows(device: Device) -> None:
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
-# Denormals, what ties or nearly ties in some type, the largest of each, and what is not finite.
+# Denormals, ties and near ties of some type, the largest numbers of each type, infinities and NaN.
 EDGES = """
     00000001 00008000 00008001 0000C000 00010000 00018000 007FFFFF 00800000 33000000 33000001 33800000 387FC000 387FE000
     38800000 3F808000 3F818000 3F801000 3F803000 42FC0000 42FC0001 477FE000 477FEFFF 477FF000 47800000 7F7C0000 7F7F0000
@@ -155,7 +155,7 @@ def test_values_at_the_edges_are_rounded_as_specified(device: Device, kind: Valu
         block[17] = one
         check_rounding(device, block, kind)
     for few in ([126, 63.5, 64.5, 0.5, 1.5, 2.5, 0.25], [126.001, 125.9, 1, 3], [63.5, 1], [252, -126.5], [127e36, 1]):
-        check_rounding(device, np.array(few, np.float32), kind)  # halves of quotients
+        check_rounding(device, np.array(few, np.float32), kind)  # quotients that end in one half
     random = rng.integers(1, 2**31, 3000).astype(np.uint32) | rng.integers(0, 2, 3000).astype(np.uint32) << 31
     values = random.astype(np.uint32).view(np.float32)
     check_rounding(device, values[np.isfinite(values)] if kind.planes else values, kind)
@@ -164,7 +164,7 @@ def test_values_at_the_edges_are_rounded_as_specified(device: Device, kind: Valu
 @on_devices
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16], ids=lambda kind: kind.name)
 def test_halves_between_two_neighbours_go_to_the_even_one(device: Device, kind: ValueKind) -> None:
-    """And what is just below or above goes to the nearest."""
+    """Values just below or above are rounded to the nearest."""
     bits = np.arange(1, 0x7BFF if kind == FLOAT16 else 0x7F7F, 23, dtype=np.uint16)
     views = (b.view(packed_format.VIEWS[kind]).astype(np.float32).astype(np.float64) for b in (bits, bits + 1))
     middle = (sum(views) / 2).astype(np.float32)
@@ -174,7 +174,7 @@ def test_halves_between_two_neighbours_go_to_the_even_one(device: Device, kind: 
 
 @on_devices
 @pytest.mark.parametrize("kind", FEW, ids=lambda kind: kind.name)
-def test_a_value_that_is_not_finite_keeps_all_as_they_are(device: Device, kind: ValueKind) -> None:
+def test_with_a_value_that_is_not_finite_nothing_is_rounded(device: Device, kind: ValueKind) -> None:
     values, indices = np.arange(1, 69, dtype=np.float32) / 3, np.r_[np.arange(5, 72), 500].astype(np.int32)
     values[40] = -np.inf
     rounded, errors, zeros = device.backend.quantize_values(device.array(values), kind)
@@ -182,7 +182,7 @@ def test_a_value_that_is_not_finite_keeps_all_as_they_are(device: Device, kind: 
     assert not np.any(errors)
     assert zeros == 0
     entries = SparseVector.trusted(indices, values, 501, (501,))
-    sent, exact = (device.backend.pack(entries, each).tobytes() for each in (kind, EXACT))
+    sent, exact = (device.backend.pack(entries, value_kind).tobytes() for value_kind in (kind, EXACT))
     assert sent == exact[:15] + bytes([exact[15] | 128]) + exact[16:]
     for other in set(KINDS) - set(FEW):
         with pytest.raises(ValueError, match=r"beyond the end|expected less than"):
@@ -195,14 +195,14 @@ def test_a_value_that_is_not_finite_keeps_all_as_they_are(device: Device, kind: 
 def test_zeros_are_dropped_by_the_device(
     device: Device, kind: ValueKind, int64_indices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits once for each rounding. Dropping zeros changes the blocks, and so may lead to further zeros."""
+    """The host waits once for each rounding. Dropping zeros changes the blocks, and more values may become zero."""
     runtime, rng, size = device.backend.runtime, np.random.default_rng(1), 2**40 if int64_indices else 60_000
     waits, rounds, read = list[int](), list[int](), packing.Packing._read
 
     def counted(*arguments: Any) -> Any:
-        found = read(*arguments)
-        waits.append(found[1])
-        return found
+        result = read(*arguments)
+        waits.append(result[1])
+        return result
 
     monkeypatch.setattr(packing.Packing, "_read", counted)
     spread = (10.0 ** rng.uniform(-9, 0, 3000) * rng.choice([-1, 1], 3000)).astype(np.float32)
@@ -215,8 +215,8 @@ def test_zeros_are_dropped_by_the_device(
         expected, lost = HOST.quantize(host, kind)
         waits.clear()
         runtime.launches.clear()
-        found, errors = device.backend.quantize(entries, kind)
-        same(found, (expected.indices, expected.values))
+        result, errors = device.backend.quantize(entries, kind)
+        same(result, (expected.indices, expected.values))
         same(errors, (lost.indices, lost.values))
         assert len(waits) == 0 if not len(values) else waits[-1] == 0 or sum(waits) == len(values)
         assert runtime.launches.count("drop_zeros") == sum(zeros > 0 for zeros in waits)
@@ -225,14 +225,14 @@ def test_zeros_are_dropped_by_the_device(
     assert rounds[0] >= (3 if kind == INT8 else 2 if kind == FLOAT16 else 1)
 
 
-def test_values_that_cannot_be_of_a_kind() -> None:
+def test_values_that_do_not_fit_the_kind_are_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
         HOST.pack(SparseVector([0], np.ones(1), 1), BFLOAT16)
     with pytest.raises(ValueError, match="does not round values"):
         HOST.quantize_values(np.ones(1, np.float32), EXACT)
 
 
-# -- bytes that are wrong ----------------------------------------------------------------------------------------------
+# -- damaged bytes -----------------------------------------------------------------------------------------------------
 
 COUNT, N = 777, 60_000
 
@@ -265,13 +265,13 @@ def test_bytes_that_are_wrong_are_refused(device: Device, kind: ValueKind) -> No
         for n in (N, 2**63 - 1):
             refused(struct.pack("<QQ", *head) + message[16:], n=n)
     begin, end = begin_of["high"]
-    for bit in (8 * begin, 8 * begin + 99, 8 * end - 1):  # a bit too many or too few
+    for bit in (8 * begin, 8 * begin + 99, 8 * end - 1):  # one bit too many or too few
         refused(flipped(message, bit))
     refused(message[:begin] + bytes(end - begin) + message[end:])
     refused(message[:begin] + b"\xff" * (end - begin) + message[end:])
     bits = (span >> packed_format.low_bits(COUNT, span)) + COUNT
     assert bits % 64
-    for bit in range(8 * begin + bits, 8 * end):  # beyond the last, and as many as there should be
+    for bit in range(8 * begin + bits, 8 * end):  # the right number of bits, and one beyond the last entry
         refused(flipped(flipped(message, bit), 8 * begin))
     begin, end = begin_of["low"]
     assert COUNT * packed_format.low_bits(COUNT, span) % 64
@@ -296,7 +296,7 @@ def test_bytes_that_are_wrong_are_refused(device: Device, kind: ValueKind) -> No
         assert np.isfinite(np.asarray(values)).all()
         assert np.asarray(values).all()
         begin, end = begin_of["values"]
-        for plane in range(1, kind.planes + 1):  # behind the last value of all
+        for plane in range(1, kind.planes + 1):  # behind the last value
             refused(flipped(message, 8 * (end - 8 * (plane - 1)) - 1))
             refused(flipped(message, 8 * (end - 8 * plane) + COUNT % 64))
             assert unpacked(backend, flipped(message, 8 * (end - 8 * plane) + COUNT % 64 - 1), COUNT, N, kind)

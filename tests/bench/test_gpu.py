@@ -1,4 +1,4 @@
-"""`bench.gpu_steps` on the CPU, and the list of parts of `bench/gpu_all.sh`, with a program instead of each part."""
+"""`bench.gpu_steps` and `bench.gpu_host` without a GPU, and `bench/gpu_all.sh` with a stand-in for each part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsecomm.transport import simulated
 from tests.processes import LIMIT, ROOT
 
 SCRIPT = ROOT / "bench" / "gpu_all.sh"
-# Runs instead of a part. Its arguments are a folder, the part, and the seconds that the part may take.
+# The stand-in for a part. Arguments: a folder, the name of the part, and its time limit in seconds.
 PROGRAM = """
 import pathlib, sys, time
 folder, part, seconds = sys.argv[1:]
@@ -56,7 +56,7 @@ def states(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^(\S+) +at most +\d+ s +(.*)$", listed, re.MULTILINE))
 
 
-def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_second_start_runs_the_missing_parts(tmp_path: Path) -> None:
     every = list(states(tmp_path))
     assert every[0] == "tests"
     assert {"step-124M", "selection-25.6M", "training-4"} < set(every)
@@ -77,7 +77,7 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "results" / f"gpu-{every[-1]}.txt").unlink()
     (tmp_path / "tests").unlink()
     status, said, ran = start(tmp_path)
-    assert (status, ran) == (3, [every[-1], "tests", every[2]])  # those that have not run yet come first
+    assert (status, ran) == (3, [every[-1], "tests", every[2]])  # parts that have not run yet come first
     (tmp_path / every[2]).unlink()
     assert start(tmp_path)[::2] == (0, [every[2]])
     status, said, ran = start(tmp_path)
@@ -86,7 +86,7 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_part_keeps_its_output(tmp_path: Path) -> None:
-    """A part is interrupted in the same way when its time is over. The script then runs no other parts."""
+    """The script then runs no other parts. A part that exceeds its time limit is interrupted in the same way."""
     (tmp_path / "tests").write_text("sleep")
     (tmp_path / "program.py").write_text(PROGRAM)
     run = f"'{sys.executable}' '{tmp_path}/program.py' '{tmp_path}'"
@@ -122,7 +122,7 @@ def test_steps_are_timed_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_clock_leaves_out_messages() -> None:
-    """This test's time advances only when a rank works, or sends a message, which takes 1000 seconds."""
+    """The test's clock advances only when a rank works or sends a message, which takes 1000 seconds."""
     pytest.importorskip("greenlet")
     now, total = [0], []
     clock = Clock(lambda: now[0])
@@ -132,10 +132,10 @@ def test_the_clock_leaves_out_messages() -> None:
 
     def program(transport: simulated.SimulatedTransport) -> None:
         send = transport.isend
-        transport.isend = lambda *given: (advance(1000), send(*given))[1]  # type: ignore[method-assign]
+        transport.isend = lambda *arguments: (advance(1000), send(*arguments))[1]  # type: ignore[method-assign]
         clock.watch(transport)
         for step in range(3):
-            transport.begin(f"step {step}".encode(), lambda theirs, rank: AssertionError())
+            transport.begin(f"step {step}".encode(), lambda other, rank: AssertionError())
             advance(1 + transport.rank)
             others = [rank for rank in range(3) if rank != transport.rank]
             requests = [transport.isend(np.zeros(8, np.uint8), to) for to in others]
@@ -153,7 +153,7 @@ def test_the_clock_leaves_out_messages() -> None:
     assert total[-1] == 3 * (1 + 2 + 3) + 9 * 10 + 9 * 2 * 100
 
 
-def test_a_topk_calls_little_on_the_host() -> None:
+def test_a_topk_makes_few_calls_on_the_host() -> None:
     program = "from bench import gpu_host; gpu_host.SECONDS = 0; gpu_host.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -17,23 +17,23 @@ from sparsecomm.tuning.profile import DEFAULT, Profile
 from sparsecomm.wire import WIRES
 
 
-def parsed(*given: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     model.add_arguments(parser)
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
-def problem(*given: str) -> simulate.Problem:
-    return model.problem_of(parsed(*given))
+def problem(*arguments: str) -> simulate.Problem:
+    return model.problem_of(parsed(*arguments))
 
 
-def rows(*given: str) -> list[model.Row]:
-    asked = parsed("--n", "1M", *given)
-    return list(model.rows(model.problem_of(asked), asked))
+def rows(*arguments: str) -> list[model.Row]:
+    options = parsed("--n", "1M", *arguments)
+    return list(model.rows(model.problem_of(options), options))
 
 
-def outcome(*given: str) -> simulate.Outcome:
-    (row,) = rows(*given)
+def outcome(*arguments: str) -> simulate.Outcome:
+    (row,) = rows(*arguments)
     assert row["simulated"]
     return simulate.Outcome(**{field.name: row[field.name] for field in fields(simulate.Outcome)})
 
@@ -56,8 +56,8 @@ def test_as_the_formula(algorithm: str, wire: str) -> None:
     ("algorithm", "wire"), [*product([*ALGORITHMS, "hierarchical:split"], ["auto"]), *product(["butterfly"], WIRES)]
 )
 def test_every_algorithm_and_wire_runs(algorithm: str, wire: str) -> None:
-    given = ("--ranks", "6", "--ranks-per-node", "2", "--n", "64K", "--density", "0.01", "--wire", wire)
-    got = outcome(*given, "--algorithms", algorithm)
+    arguments = ("--ranks", "6", "--ranks-per-node", "2", "--n", "64K", "--density", "0.01", "--wire", wire)
+    got = outcome(*arguments, "--algorithms", algorithm)
     assert 0 < got.exchange_seconds < got.step_seconds
     assert got.sent_bytes_per_rank > 0
     assert got.received_bytes_per_rank > 0
@@ -65,47 +65,47 @@ def test_every_algorithm_and_wire_runs(algorithm: str, wire: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["allgather", "tree", "butterfly", "split"])
 def test_a_smaller_problem_takes_as_long_and_as_many_bytes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ("--ranks", "8", "--n", "32M", "--algorithms", algorithm)
-    whole = outcome(*given)
+    arguments = ("--ranks", "8", "--n", "32M", "--algorithms", algorithm)
+    full = outcome(*arguments)
     monkeypatch.setattr(simulate, "_HANDLED", 1 << 16)
     monkeypatch.setattr(simulate, "_MIN", 4096)
-    smaller = outcome(*given)
-    assert whole.scale == 1
+    smaller = outcome(*arguments)
+    assert full.scale == 1
     assert smaller.scale == pytest.approx(32000 / 4096, rel=0.01)
-    assert smaller.messages_per_rank == whole.messages_per_rank
+    assert smaller.messages_per_rank == full.messages_per_rank
     for name in ("exchange_seconds", "step_seconds", "sent_bytes_per_rank", "received_bytes_per_rank"):
-        more = 0.03 if algorithm == "split" else 0.0  # of fewer entries, a larger part is sent that may win
-        assert getattr(smaller, name) == pytest.approx(getattr(whole, name), rel=0.05 + more), name
+        more = 0.03 if algorithm == "split" else 0.0  # with fewer entries, split sends a larger part
+        assert getattr(smaller, name) == pytest.approx(getattr(full, name), rel=0.05 + more), name
 
 
 def test_ranks_of_a_node_share_its_link(tmp_path: Path) -> None:
     free = tmp_path / "profile.json"
     free.write_text(Profile("MPI", 4, 2, replace(DEFAULT, node=Link(0, 1e-12))).as_json())
-    given = ("--ranks", "8", "--n", "10M", "--algorithms", "butterfly", "--latency", "1us", "--profile", str(free))
-    alone, (row,) = outcome(*given), rows(*given, "--ranks-per-node", "4")
-    rounds = 4 / 3  # one round of three is between nodes, but four at a time
+    arguments = ("--ranks", "8", "--n", "10M", "--algorithms", "butterfly", "--latency", "1us", "--profile", str(free))
+    alone, (row,) = outcome(*arguments), rows(*arguments, "--ranks-per-node", "4")
+    rounds = 4 / 3  # one of three rounds is between nodes, where four ranks share the link
     assert row["exchange_seconds"] == pytest.approx(rounds * alone.exchange_seconds, rel=0.05)
     assert row["exchange_seconds"] == pytest.approx(row["formula_exchange_seconds"], rel=0.05)
     assert row["sent_bytes_per_rank"] == alone.sent_bytes_per_rank
 
 
-def test_auto_is_what_it_stands_for() -> None:
+def test_auto_equals_the_algorithm_that_it_runs() -> None:
     auto, *others = rows("--ranks", "8", "--algorithms", "auto,tree,butterfly,split,dense")
     meant = next(row for row in others if row["algorithm"] == auto["runs"])
     assert auto == meant | {"algorithm": "auto"}
     assert auto["formula_step_seconds"] == min(row["formula_step_seconds"] for row in others)
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(simulate, "_MAX", 4)
-    file, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
-    given = ["--ranks", "2:8", "--n", "100K", "--algorithms", "tree,split,auto"]
-    given += ["--json", str(file), "--plot", str(drawn)]
-    model.main(given)
+    file, drawn = tmp_path / "model.json", tmp_path / "drawn.png"
+    arguments = ["--ranks", "2:8", "--n", "100K", "--algorithms", "tree,split,auto"]
+    arguments += ["--json", str(file), "--plot", str(drawn)]
+    model.main(arguments)
     table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     content = json.loads(file.read_text())
     assert content["schema"] == model.SCHEMA

@@ -27,9 +27,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def rows(stem: Path, what: str) -> list[dict[str, Any]]:
-    found = json.loads(stem.with_suffix(".json").read_text())
-    assert sorted({row["run"] for row in found["rows"]}) == list(range(len(found["runs"])))
-    return [row for row in found["rows"] if row["what"] == what]
+    content = json.loads(stem.with_suffix(".json").read_text())
+    assert sorted({row["run"] for row in content["rows"]}) == list(range(len(content["runs"])))
+    return [row for row in content["rows"] if row["what"] == what]
 
 
 def test_bytes_memory_and_work_of_simulated_ranks(tmp_path: Path) -> None:
@@ -65,16 +65,17 @@ def test_bytes_memory_and_work_of_simulated_ranks(tmp_path: Path) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize("what", ["steps", exhaustive("bytes")])
-def test_training_on_ranks(what: str, tmp_path: Path) -> None:
+def test_real_ranks(what: str, tmp_path: Path) -> None:
     stem = tmp_path / "nodes"
     status, said = mpirun(2, "-m", "bench.nodes", what, "--width", "64", "--steps", "2", "--write", str(stem))
     assert status == 0, said
-    found = {row["contender"]: row for row in rows(stem, what)}
-    for row in found.values():
+    by_contender = {row["contender"]: row for row in rows(stem, what)}
+    for row in by_contender.values():
         assert (row["hosts"], row["per_host"], row["rate"]) == (1, 2, None)
     if what == "bytes":
-        assert set(found) == {"DDP", "DDP with the hook", "SparseAdamW"}
-        assert found["DDP"]["kB_inside"] > 2 * 4 * found["DDP"]["parameters"] / 1e3  # others may use the interface
+        assert set(by_contender) == {"DDP", "DDP with the hook", "SparseAdamW"}
+        # Other programs may use the interface, too.
+        assert by_contender["DDP"]["kB_inside"] > 2 * 4 * by_contender["DDP"]["parameters"] / 1e3
     else:
-        assert set(found) == {"computation alone", "DDP", "SparseAdamW"}
-        assert all(0 < row["optimizer_ms"][1] < row["step_ms"][1] for row in found.values())
+        assert set(by_contender) == {"computation alone", "DDP", "SparseAdamW"}
+        assert all(0 < row["optimizer_ms"][1] < row["step_ms"][1] for row in by_contender.values())

@@ -29,7 +29,7 @@ def page(folder: Path, *files: Path) -> str:
 
 
 @pytest.mark.exhaustive
-def test_what_is_in_the_repository(tmp_path: Path) -> None:
+def test_results_in_the_repository(tmp_path: Path) -> None:
     text = page(tmp_path, ROOT / "bench" / "results")
     for file in (ROOT / "bench" / "results").glob("*.json*"):
         assert file.name in text

@@ -51,7 +51,7 @@ def test_times_are_divided_by_the_dilation_and_selection_counts_as_alone() -> No
     it = row("VGG-16", "ours", 32, 0.32, parts=parts, alone={"select": 0.005})
     assert tables.work_seconds(it) == (0.002, 0.005)
     assert tables.step_seconds(it) == pytest.approx(model.compute + 0.010 + 0.003)
-    it["alone"] = {"select": 0.001}  # among the others it took longer: that stays
+    it["alone"] = {"select": 0.001}  # the slowdown by other ranks is not subtracted
     assert tables.step_seconds(it) == pytest.approx(model.compute + 0.010)
 
 

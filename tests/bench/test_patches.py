@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 from bench import patches
 
 
-def test_patches_of_simulated_weights_need_fewer_bits_than_others_count() -> None:
+def test_patches_need_fewer_bits_than_other_formats() -> None:
     row = patches.counted(*patches.simulated(1e-6, 1, n=300_000))
     assert 0.005 < row["changed"] < 0.03
     assert row["floor"] < row["patch"] < row["others"]

@@ -1,4 +1,4 @@
-"""The files that a call and a step run through, as `bench.trace_call` finds them."""
+"""The files that `bench.trace_call` lists for a call and a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THROUGH = {
 
 @needs_mpirun
 @pytest.mark.parametrize("what", ["call", exhaustive("adamw"), exhaustive("step")])
-def test_what_runs_is_listed_once_and_exists(what: str) -> None:
+def test_listed_files_exist_and_are_drawn(what: str) -> None:
     if what != "call":
         pytest.importorskip("torch")
     status, said = mpirun(2, "-m", "bench.trace_call", what)
@@ -34,9 +34,9 @@ def test_what_runs_is_listed_once_and_exists(what: str) -> None:
         names = [file.strip().removeprefix("sparsecomm/") for file in files]
         assert len(names) == len(set(names)), said
         assert set(THROUGH[what]) <= set(names), said
-        for name in names:  # of what is compiled from Python, the source has run
-            found = list((ROOT / "sparsecomm").glob(name if name.endswith(".py") else f"{name.split()[0]}.*.so"))
-            assert found, name
+        for name in names:  # a module compiled from Python has been listed by its source
+            paths = list((ROOT / "sparsecomm").glob(name if name.endswith(".py") else f"{name.split()[0]}.*.so"))
+            assert paths, name
             assert name.endswith(".py") or not (ROOT / "sparsecomm" / f"{name.split()[0]}.py").exists(), name
     assert len(listed["second"]) <= len(listed["first"])
     if what in DRAWN:
@@ -48,7 +48,7 @@ DRAWN = {"call": "A call", "step": "A step"}  # headings of the page of the arch
 
 
 def drawn(heading: str) -> set[str]:
-    """Return the files in the first drawing below a heading. `tensors/interop, _dlpack` are two files of a folder."""
+    """Return the files in the first drawing below a heading. `tensors/interop, _dlpack` means two files of a folder."""
     section = ARCHITECTURE.read_text().split(f"## {heading}\n")[1]
     files: set[str] = set()
     for line in section.split("```")[1].splitlines():

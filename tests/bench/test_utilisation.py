@@ -32,41 +32,41 @@ def utilisation(out: Path, *options: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout + ran.stderr
 
 
-def test_a_small_grid_is_measured_kept_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_small_grid_is_measured_and_continued(tmp_path: Path) -> None:
     options = ["--no-network", "--ranks", "2", "--elements", "50000", "--step", "0.001", "--seconds", "0.01", "60"]
     status, said = utilisation(tmp_path / "it", *options, "--H", "1", "2")
     assert status == 0, said
-    kept = json.loads((tmp_path / "it.json").read_text())
-    found = {(each["method"], each["H"]): each for each in kept["rows"]}
+    content = json.loads((tmp_path / "it.json").read_text())
+    cells = {(cell["method"], cell["H"]): cell for cell in content["rows"]}
     expected = {(method, H) for method in ("dense", "blocking", "delayed") for H in (1, 2)} - {("delayed", 1)}
-    assert found.keys() == expected | {("per-step 0.01", 1), ("per-step 0.001", 1)}
-    for (_, H), each in found.items():
-        assert 0 < each["utilisation"] < 1
-        assert each["round_s"] == pytest.approx(H * 0.001 + each["exchange_s"])
-        assert each["rounds"] >= 3
-    assert found["blocking", 2]["sent"] < 0.3 * 4 * 50000  # of which a 64th is selected
+    assert cells.keys() == expected | {("per-step 0.01", 1), ("per-step 0.001", 1)}
+    for (_, H), cell in cells.items():
+        assert 0 < cell["utilisation"] < 1
+        assert cell["round_s"] == pytest.approx(H * 0.001 + cell["exchange_s"])
+        assert cell["rounds"] >= 3
+    assert cells["blocking", 2]["sent"] < 0.3 * 4 * 50000  # dense sums would send 4 bytes per element
     assert (tmp_path / "it.png").stat().st_size > 10_000
 
-    kept["rows"].remove(found["dense", 1])  # as of a run that was interrupted
-    (tmp_path / "it.json").write_text(json.dumps(kept))
+    content["rows"].remove(cells["dense", 1])  # as if the run had been interrupted
+    (tmp_path / "it.json").write_text(json.dumps(content))
     status, said = utilisation(tmp_path / "it", *options, "--H", "1", "2", "--methods", "dense", "blocking")
     assert status == 0, said
     assert "1 cells on 1 networks" in said
     after = json.loads((tmp_path / "it.json").read_text())["rows"]
-    assert [each for each in after if each["run"] == 0] == kept["rows"]
-    assert [(each["method"], each["H"]) for each in after if each["run"] == 1] == [("dense", 1)]
+    assert [cell for cell in after if cell["run"] == 0] == content["rows"]
+    assert [(cell["method"], cell["H"]) for cell in after if cell["run"] == 1] == [("dense", 1)]
 
     status, said = utilisation(tmp_path / "it", *options[:-3], "--step", "0.002", "--report")
     assert status != 0
     assert "is of" in said
 
 
-def test_dense_cells_stand_beside_the_published_ones() -> None:
+def test_dense_cells_are_compared_with_published_ones() -> None:
     """A cell whose exchange takes as long as the published one has the ratio 1."""
     H, rate = 32, 200e6
     same = H * grid.STEP / (H * grid.STEP + grid.EXCHANGE[H, rate])
     rows = [row(rate, "dense", H, same), row(rate, "dense", H, 0.5, rtt=0.08), row(rate, "blocking", H, 0.9)]
     head, line = tables.pages(rows)["utilisation_published"]
-    found = dict(zip(head, line, strict=True))
-    assert found["measured here / from the published exchange"] == "1.00"
-    assert found["exchange here, s"] == found["published exchange, s"] == "8.24"
+    cells = dict(zip(head, line, strict=True))
+    assert cells["measured here / from the published exchange"] == "1.00"
+    assert cells["exchange here, s"] == cells["published exchange, s"] == "8.24"

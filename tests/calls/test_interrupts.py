@@ -1,4 +1,4 @@
-"""Interrupted calls: wherever the interrupt comes, the queue stays usable, and no gradient is lost or doubled."""
+"""Interrupted calls: after an interrupt anywhere, the queue works, and no gradient is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import sparsecomm as sc
 from sparsecomm.backends import CpuBackend
 from sparsecomm.contribution import Contribution
 from sparsecomm.transport import simulated
-from tests.calls.test_queue import SECONDS, Call, made
+from tests.calls.test_queue import SECONDS, Call, new_queue
 from tests.interrupts import InterruptError, interrupted
 from tests.processes import interrupt_a_wait
 from tests.thinning import exhaustive
@@ -34,7 +34,7 @@ CALLS: list[dict[str, Any]] = [
 
 
 class Rank:
-    """A rank that repeats a call whose outcome it knows."""
+    """A rank that repeats one call, whose residual and result it knows."""
 
     def __init__(self, transport: simulated.SimulatedTransport, background: bool, options: dict[str, Any]) -> None:
         self.transport, self.background, self.options = transport, background, options
@@ -52,7 +52,7 @@ class Rank:
             sc.sparse_allreduce(self.x, K, **arguments)
 
     def interrupted_at(self, *points: int) -> str:
-        """Interrupt a call; return what became of it."""
+        """Interrupt a call, and return "committed", "rolled back" or "not begun"."""
         before = sc.last_call(self.transport).number
         with interrupted(*points) as passed, contextlib.suppress(InterruptError, sc.TransportError):
             self.call()
@@ -61,8 +61,8 @@ class Rank:
         last = sc.last_call(self.transport)
         self.begun = last.number > before
         state = self.state()
-        told = "not begun" if not self.begun else "committed" if last.succeeded else "rolled back"
-        assert told == state, "the last call does not say what became of the residual"
+        outcome = "not begun" if not self.begun else "committed" if last.succeeded else "rolled back"
+        assert outcome == state, "the last call does not say what became of the residual"
         return state
 
     def state(self) -> str:
@@ -91,13 +91,13 @@ def test_an_interrupted_call_is_committed_or_rolled_back(options: dict[str, Any]
     def program(transport: simulated.SimulatedTransport) -> None:
         rank = Rank(transport, background, options)
         rank.interrupted_at()
-        found: Counter[str] = Counter()
+        outcomes: Counter[str] = Counter()
         for place in range(rank.points):
             for more in ((), (place + 1,), (place + 4, place + 5)):
-                found[rank.interrupted_at(place, *more)] += 1
+                outcomes[rank.interrupted_at(place, *more)] += 1
                 assert rank.interrupts > 0
                 rank.check()
-        assert found["rolled back"] > 0
+        assert outcomes["rolled back"] > 0
 
     simulated.run(1, program)
 
@@ -116,7 +116,7 @@ def test_a_call_interrupted_on_one_rank_is_committed_or_rolled_back_on_all(
                 rank.interrupted_at(place)
                 place += step
                 more[0] = None if rank.interrupts == 0 else place
-                if not rank.begun:  # the others are still in it
+                if not rank.begun:  # the other ranks are still in the call
                     rank.call()
             else:
                 said = ""
@@ -137,7 +137,7 @@ def test_a_call_interrupted_on_one_rank_is_committed_or_rolled_back_on_all(
 @pytest.mark.parametrize("step", ["commit", "densify", "end"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_memory_errors_after_the_decision_lose_nothing(step: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one, the call succeeds. After two, the gradient is in the residual, unless it was committed."""
+    """After one error, the result is committed. After two, the gradient is in the residual, if it was not committed."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         rank = Rank(transport, False, {"algorithm": "butterfly"})
@@ -169,7 +169,7 @@ def test_memory_errors_after_the_decision_lose_nothing(step: str, times: int, mo
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("threaded", [True, False])
 def test_a_call_within_a_call_of_the_same_thread_is_refused(threaded: bool, background: bool) -> None:
-    queue_ = made(threaded)
+    queue_ = new_queue(threaded)
 
     class Outer(Call):
         def run(self) -> sc.SparseVector:
@@ -184,7 +184,7 @@ def test_a_call_within_a_call_of_the_same_thread_is_refused(threaded: bool, back
 
 def test_an_interrupt_leaves_a_blocking_call_that_waits_its_turn() -> None:
     """The program may use x, residual and out again when the call raises."""
-    queue_, log, gate = made(True), [], threading.Event()
+    queue_, log, gate = new_queue(True), [], threading.Event()
     first = queue_.submit(Call(log, "first", gate=gate))
 
     def handle(*_: Any) -> None:
@@ -221,9 +221,9 @@ def test_keyboard_interrupt_names_the_rank_and_the_call() -> None:
 
     texts = [outcome.value for outcome in simulated.run(2, program, node_of_rank=[0, 0])]
     assert texts[0].startswith("rank 0 of 2 was interrupted in call 2, tree sum of n=9 float32, k=2")
-    assert texts[0] in texts[1]  # the other rank learns it, too
+    assert texts[0] in texts[1]  # the other rank's error quotes it
 
-    queue_, gate = made(True), threading.Event()
+    queue_, gate = new_queue(True), threading.Event()
 
     class Described(Call):
         def describe(self) -> str:
@@ -240,7 +240,7 @@ def test_keyboard_interrupt_names_the_rank_and_the_call() -> None:
 
 def test_closing_within_a_call_happens_after_it() -> None:
     """The garbage collector may close a transport at any time, even during a call on it."""
-    queue_, log = made(True), []
+    queue_, log = new_queue(True), []
 
     class Closing(Call):
         def run(self) -> sc.SparseVector:

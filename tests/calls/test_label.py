@@ -1,4 +1,4 @@
-"""Ranks whose calls differ: every rank's error names the first difference, and the values on two ranks."""
+"""Ranks whose calls differ: each rank's error names the first difference, with the values on two ranks."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def reduce(
     reducer.reduce(gradients)
 
 
-def adamw(t: Any, later: Any = None, made: int = 0, lost: str = "", order: Any = WEIGHTS, **options: Any) -> None:
+def adamw(t: Any, later: Any = None, more_steps: int = 0, lost: str = "", order: Any = WEIGHTS, **options: Any) -> None:
     optimizer = sc.SparseAdamW(arrays(order), comm=t, check_weights_every=None, **options)
     for step in range(3):
         if step == 1:
             optimizer.lr = later or optimizer.lr
-            optimizer._adamw.steps["b"] += made
+            optimizer._adamw.steps["b"] += more_steps
             if lost:
                 optimizer._adamw.replace(lost, None, 0)
         optimizer.step(arrays())
@@ -154,7 +154,7 @@ DIFFERENCES: dict[str, tuple[Program, dict[str, Any], dict[str, Any], str, str, 
         *("weight_decay of c", "0.1", "0.2"),
     ),
     "order of weights": (adamw, {}, {"order": {n: WEIGHTS[n] for n in "bac"}}, r"number \d+ in the order", "a", "b"),
-    "steps of a weight": (adamw, {}, {"made": 2}, "steps so far of b", "1", "3"),
+    "steps of a weight": (adamw, {}, {"more_steps": 2}, "steps so far of b", "1", "3"),
     "moments of a weight": (adamw, {}, {"lost": "b"}, "steps so far of b", "1", "0"),
     "sync_every": (local_steps, {}, {"sync_every": 3}, "sync_every", "2", "3"),
     "fragments": (local_steps, {"sync_every": 4}, {"sync_every": 4, "fragments": 2}, "fragments", "1", "2"),
@@ -195,7 +195,7 @@ def test_every_rank_names_the_first_difference(what: str) -> None:
         options = dict(odd) if transport.rank == 1 else dict(common)
         options.pop("program", program)(transport, **options)
 
-    found = errors(P, run)
+    raised = errors(P, run)
     value, other = re.escape(value), re.escape(other)
     first, second = (rf"{value} on rank 0 and {other} on rank 1", rf"{other} on rank 1 and {value} on rank 2")
     third = rf"{value} on rank 1 and missing on rank 2" if other == "missing" else second
@@ -203,13 +203,13 @@ def test_every_rank_names_the_first_difference(what: str) -> None:
     if name == "call":
         expected = f"rank 0 is in {value}, and rank 1 in {other}|rank 1 is in {other}, and rank 2 in {value}"
     expected = rf"^(rank \d left call .* is in\. CollectiveMismatchError: )?({expected}): {ADVICE.get(what, '')}"
-    assert [type(error) for error in found] == [sc.CollectiveMismatchError] * P
-    for error in found:
+    assert [type(error) for error in raised] == [sc.CollectiveMismatchError] * P
+    for error in raised:
         assert re.search(expected, str(error)), str(error)
 
 
 def test_differences_of_long_odd_and_shortened_contents() -> None:
-    """Ten thousand tensors fit; of more than may be sent, the first ones are compared; other bytes say nothing."""
+    """Ten thousand tensors fit. Of more, only the first are compared. Damaged contents give no difference."""
     shapes = [(f"transformer.h.{i}.attn.weight", f"float32 ({i}, 768)") for i in range(10_000)]
     odd = [*shapes[:-1], (shapes[-1][0], "float32 (1, 1)")]
     packed = pack(shapes)
@@ -221,8 +221,8 @@ def test_differences_of_long_odd_and_shortened_contents() -> None:
     noise = np.random.default_rng(0).integers(0, 2**62, (20_000, 2)).tolist()
     many = [(str(name), value) for name, value in noise]
     for difference_at, is_found in ((5, True), (19_999, False)):
-        theirs = [*many[:difference_at], ("other", 1), *many[difference_at + 1 :]]
-        packed = {4: pack(many), 7: pack(theirs)}
+        changed = [*many[:difference_at], ("other", 1), *many[difference_at + 1 :]]
+        packed = {4: pack(many), 7: pack(changed)}
         assert max(map(len, packed.values())) <= MAX_CONTENTS_BYTES
         expected = f"number 6 in the order is {many[5][0]} on rank 4 and other on rank 7: {SETTINGS}"
         assert difference(packed) == (expected if is_found else "")
@@ -236,9 +236,7 @@ def test_differences_of_long_odd_and_shortened_contents() -> None:
     assert text.isprintable()
 
 
-def test_labels_that_match_say_nothing_and_are_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contents of calls that match are never made."""
-
+def test_matching_calls_never_build_their_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("made")
 
@@ -252,8 +250,8 @@ def test_labels_that_match_say_nothing_and_are_never_asked(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("how", ["garbage", "interrupted", "out of memory", "gone"])
-def test_a_rank_that_does_not_say_what_its_call_contains(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is the one that both calls allow to make without it, and the next call succeeds."""
+def test_a_rank_that_does_not_send_its_contents(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the difference that the labels alone show, and the next call succeeds."""
     exchange = simulated.SimulatedTransport.exchange_contents
 
     def odd(self: simulated.SimulatedTransport, peer: int, contents: bytes) -> bytes | None:
@@ -304,11 +302,11 @@ for attempt in range(1 + dies):
 
 @pytest.mark.parametrize("launch", [mpirun, torchrun])
 def test_between_processes(launch: Any, tmp_path: Path) -> None:
-    """Over gloo also if a rank dies when it is asked."""
+    """Over gloo, also if a rank dies before it sends its contents."""
     file, gloo = tmp_path / "program.py", launch is torchrun
     file.write_text(SCRIPT)
     status, output = launch(3, str(file), "gloo" if gloo else "mpi", seconds=LIMIT)
-    found = [re.findall(rf"rank \d, {attempt}: (.*Error: .*)", output) for attempt in (0, 1)]
-    assert [status, *map(len, found)] == [0, 3, 2 * gloo], output
+    lines = [re.findall(rf"rank \d, {attempt}: (.*Error: .*)", output) for attempt in (0, 1)]
+    assert [status, *map(len, lines)] == [0, 3, 2 * gloo], output
     decays = "weight_decay of layer1999.weight is (0.01 on rank 0 and 0.5 on rank 1|0.5 on rank 1 and 0.01 on rank 2)"
-    assert all(re.search(f"CollectiveMismatchError: .*{decays}", line) for line in found[0]), output
+    assert all(re.search(f"CollectiveMismatchError: .*{decays}", line) for line in lines[0]), output

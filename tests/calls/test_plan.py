@@ -1,4 +1,4 @@
-"""Plans: which calls share one, when plans become invalid, and that stored plans change no result."""
+"""Plans: which calls share a plan, and when plans become invalid. Stored plans change no result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X = np.arange(1, 13, dtype=np.float32)
 
 
 def plan_of(transport: Ranks, x: Any = X, k: Any = 3, *, residual: Any = None, out: Any = None, **options: Any) -> Plan:
-    """Return the plan of a call that is not made."""
+    """Return the plan of a call without making the call."""
     return prepare(x, k, transport, residual, out, options)[1].plan
 
 
@@ -114,7 +114,7 @@ def test_only_the_latest_plans_are_stored(rank: Ranks) -> None:
     assert plan_of(rank, x, k=limit + 49) is others[-1]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 class Odd(str):
@@ -151,7 +151,7 @@ def test_unhashable_valid_arguments_are_used(rank: Ranks, odd: dict[str, Any]) -
     assert data.same_bits(result.indices, sc.sparse_allreduce(X, 3, comm=rank).indices)
 
 
-# -- and nobody sees a difference -------------------------------------------------------------------------------------
+# -- stored plans change no result ------------------------------------------------------------------------------------
 
 
 class Forgetful(Plans):
@@ -178,8 +178,7 @@ circumstances = st.fixed_dictionaries(
     {
         "label": st.sampled_from(["", "a"]),
         "background": st.booleans(),
-        # On one rank the call differs, or is interrupted where it sends its first message. A stored plan may change
-        # how many follow.
+        # On one rank the call differs, or is interrupted at its first message: stored plans may change how many follow.
         "fault": st.sampled_from([None, None, None, "mismatch", "interrupt"]),
     }
 )
@@ -199,7 +198,7 @@ def attempt(make: Callable[[], Any]) -> Any:
     try:
         return make()
     except (sc.SparseCommError, KeyboardInterrupt) as error:
-        # Links are measured by the clock, and when a call begins depends on the messages of those before.
+        # The checksum of measured costs depends on the clock.
         return type(error), re.sub(r"checksum \w+", "checksum", str(error))
 
 
@@ -223,7 +222,7 @@ def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]], bl
         mine = transport.rank == transport.size - 1
         if dtype == "float64" or call["algorithm"] not in ("butterfly", "tree"):  # split remembers rounded values
             call["wire"] = call["wire"].removesuffix("_int8")
-        given = {name: np.ones_like(x) if call[name] else None for name in ("residual", "out")}
+        targets = {name: np.ones_like(x) if call[name] else None for name in ("residual", "out")}
         call["chunk"] = None if call["k"] == 0.25 else call["chunk"]
         if fault == "mismatch" and mine:
             call["label"] = "another"
@@ -231,16 +230,18 @@ def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]], bl
             transport.isend = interrupt  # type: ignore[method-assign]
 
         make = sc.isparse_allreduce if background and not blocking else sc.sparse_allreduce
-        made = attempt(partial(make, x, comm=transport, **call | given))
+        handle = attempt(partial(make, x, comm=transport, **call | targets))
 
         def outcome() -> Any:
-            found = attempt(made.wait) if isinstance(made, Handle) else made
-            return found if isinstance(found, tuple) else (found.shape, found.indices.tobytes(), found.values.tobytes())
+            result = attempt(handle.wait) if isinstance(handle, Handle) else handle
+            if isinstance(result, tuple):
+                return result
+            return result.shape, result.indices.tobytes(), result.values.tobytes()
 
         if not together:
             outcome()
         vars(transport).pop("isend", None)
-        return outcome, [*given.values(), x], None if together else sc.last_call(transport)
+        return outcome, [*targets.values(), x], None if together else sc.last_call(transport)
 
     return [result.value for result in simulated.run(P, program, node_of_rank=nodes_of(P))]
 

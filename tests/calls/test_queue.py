@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.calls.queue import CallQueue
 
-SECONDS = 60  # after which a test that should not wait has failed
+SECONDS = 60  # timeout of waits that should end at once
 
 
 class Call:
-    """A task that records whether it was made or left."""
+    """A call that logs whether it was made or left."""
 
     def __init__(
         self, log: list[Any], name: Any = 0, *, error: BaseException | None = None, gate: threading.Event | None = None
@@ -39,18 +39,18 @@ class Call:
         self.log.append(("left", self.name, str(error)))
 
 
-def made(threaded: bool) -> CallQueue:
+def new_queue(threaded: bool) -> CallQueue:
     return CallQueue(SimpleNamespace(rank=3, threaded=threaded))  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=[True, False], ids=["with a thread", "without"])
 def queue_(request: pytest.FixtureRequest) -> CallQueue:
-    return made(request.param)
+    return new_queue(request.param)
 
 
 @pytest.fixture
 def threaded() -> CallQueue:
-    return made(True)
+    return new_queue(True)
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_blocking_and_other_calls_are_made_in_program_order() -> None:
     @settings(max_examples=30)
     @given(st.lists(st.sampled_from(["submit", "call", "wait", "test"]), max_size=30), st.booleans())
     def check(steps: list[str], threaded: bool) -> None:
-        queue_, log, under_way, expected = made(threaded), [], [], []
+        queue_, log, under_way, expected = new_queue(threaded), [], [], []
         for number, step in enumerate(steps):
             if step == "submit":
                 under_way.append(queue_.submit(Call(log, number)))

@@ -57,19 +57,20 @@ def files(folder: Path) -> set[str]:
 
 
 def residuals(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the residuals and velocities in a state, by name, as arrays of whole tensors without units."""
-    found = {}
-    for each in state.get("reducers", [state.get("sparsecomm", state)]):
+    """Return the residuals and velocities in a state, by name, as arrays of full tensors without units."""
+    arrays = {}
+    for reducer_state in state.get("reducers", [state.get("sparsecomm", state)]):
         for i, kind in enumerate(("residuals", "velocities")):
-            for name, array in each.get(kind, {}).items():
-                its = (each["slices"] or {}).get(name, {"units": each["units"].get(name)})
+            for name, array in reducer_state.get(kind, {}).items():
+                slice_ = (reducer_state["slices"] or {}).get(name, {"units": reducer_state["units"].get(name)})
                 own = np.asarray(array).ravel()
-                if its["units"] is not None and i == 0:
-                    own = own * np.exp2(np.asarray(its["units"]).ravel() - 127.0)
-                whole = np.zeros(its.get("shape", array.shape))
-                whole.reshape(-1)[slice(*its.get("part", [None]))] = own
-                found[f"{kind} {name}"] = sum(map(np.asarray, each["unsummed"].get(name, [])[i : i + 1]), whole)
-    return found
+                if slice_["units"] is not None and i == 0:
+                    own = own * np.exp2(np.asarray(slice_["units"]).ravel() - 127.0)
+                full = np.zeros(slice_.get("shape", array.shape))
+                full.reshape(-1)[slice(*slice_.get("part", [None]))] = own
+                unsummed = reducer_state["unsummed"].get(name, [])[i : i + 1]
+                arrays[f"{kind} {name}"] = sum(map(np.asarray, unsummed), full)
+    return arrays
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,11 @@ def test_a_training_that_resumes_is_bit_identical(
     def program(transport: simulated.SimulatedTransport) -> tuple[dict[str, Any], str, str]:
         obj, step, weights, model = build(transport)
         objects = {"sparse": obj, "weights": model or weights}
-        found = saving.load(tmp_path, objects, comm=transport)
-        for name, values in found.values.get("weights", {}).items() if found else ():
+        checkpoint = saving.load(tmp_path, objects, comm=transport)
+        for name, values in checkpoint.values.get("weights", {}).items() if checkpoint else ():
             weights[name][...] = values
         saved = residuals(obj.state_dict())
-        for number in range(found.step if found else 1, 10):
+        for number in range(checkpoint.step if checkpoint else 1, 10):
             step(number)
             if number == 6:
                 saving.save(tmp_path, 7, objects, comm=transport)
@@ -108,20 +109,20 @@ def test_a_training_that_resumes_is_bit_identical(
         common = digest(obj.state_dict().get("global_parameters", weights))
         return saved, digest([residuals(obj.state_dict()), weights]), common
 
-    old, now = (run(len(each), program, nodes=[*map(int, each)]) for each in (layout, new))
-    before, after = (total(saved for saved, *_ in each) for each in (old, now))
+    old, now = (run(len(nodes), program, nodes=[*map(int, nodes)]) for nodes in (layout, new))
+    before, after = (total(saved for saved, *_ in results) for results in (old, now))
     assert layout == "0" or any(array.any() for array in before.values())
     for name, array in before.items():
         np.testing.assert_allclose(after[name], array, rtol=1e-5, atol=1e-6)
     assert len({common for *_, common in now}) == 1
     if new == layout:
-        assert [its for _, its, _ in now] == [its for _, its, _ in old]
+        assert [state for _, state, _ in now] == [state for _, state, _ in old]
 
 
 def test_other_nodes_need_all_files(tmp_path: Path) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         obj, step, *_ = adamw(transport)
-        folder = tmp_path / str(transport.rank // 2)  # of a machine
+        folder = tmp_path / str(transport.rank // 2)  # one per machine
         if transport.num_nodes == 4:
             step(1)
             sc.save(folder, 1, {"sparse": obj}, comm=transport)
@@ -136,8 +137,8 @@ def test_other_nodes_need_all_files(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_saved_last_is_the_newest(tmp_path: Path, saving: Saving) -> None:
-    """Even if a training has gone back to an earlier step, or has started again. Older ones are removed."""
-    for rank in (1, 2):  # files of ranks that died: one of this world size, one of another
+    """Even after a run goes back to an earlier step or starts again. Older checkpoints are removed."""
+    for rank in (1, 2):  # left by ranks that died, at two world sizes
         (tmp_path / f"step0-rank1-of{1 + rank}{saving.suffix}.part").touch()
 
     def program(transport: simulated.SimulatedTransport) -> None:
@@ -145,19 +146,19 @@ def test_the_checkpoint_saved_last_is_the_newest(tmp_path: Path, saving: Saving)
             saving.save(tmp_path, step, {"x": value}, comm=transport, keep=keep)
 
         def load(step: int | None = None) -> Any:
-            found = saving.load(tmp_path, {"x": None}, comm=transport, step=step)
-            return found.step, found.values["x"]
+            checkpoint = saving.load(tmp_path, {"x": None}, comm=transport, step=step)
+            return checkpoint.step, checkpoint.values["x"]
 
         for step, value in ((1, "a"), (2, "b"), (3, "c")):
             save(step, value, 2)
         assert load(step=1) == (1, "a")
-        for step, value in ((2, "d"), (3, "e")):  # has gone back
+        for step, value in ((2, "d"), (3, "e")):  # the run goes back
             save(step, value, 3)
             assert load() == load(step=step) == (step, value)
         with pytest.raises(sc.InvalidInputError, match=r"no checkpoint of step 1 .* sees: \[\[3, 2"):
             load(step=1)
         (tmp_path / f"step0-rank7-of9{saving.suffix}").touch()  # of an earlier run
-        save(1, "f", 1)  # has started again
+        save(1, "f", 1)  # the run starts again
         assert load() == (1, "f")
 
     run(2, program)
@@ -178,8 +179,8 @@ def test_a_save_by_fewer_ranks_keeps_the_checkpoint_of_all(tmp_path: Path, savin
         folder = tmp_path / str(transport.rank)
         if step:
             saving.save(folder, step, {"x": step}, comm=transport)
-        found: Checkpoint | None = saving.load(folder, {"x": None}, comm=transport)
-        return found
+        checkpoint: Checkpoint | None = saving.load(folder, {"x": None}, comm=transport)
+        return checkpoint
 
     assert run(3, partial(program, step=1)) == [Checkpoint(1, {"x": 1}, 3)] * 3
     assert run(2, partial(program, step=2)) == [Checkpoint(2, {"x": 2}, 2)] * 2
@@ -202,12 +203,12 @@ def test_no_file_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, savi
         (tmp_path / f"c/step3-rank0-of1{saving.suffix}").write_bytes(pickle.dumps({"x": Evil()}))
         if saving.suffix == ".pt":  # in PyTorch's own format
             import_module("torch").save({"x": Evil()}, tmp_path / "c/step2-rank0-of1.pt")
-        found = saving.load(tmp_path / "c", {"x": None}, comm=transport)
-        assert found.step == (1 if saving.suffix == ".pt" else 2)
+        checkpoint = saving.load(tmp_path / "c", {"x": None}, comm=transport)
+        assert checkpoint.step == (1 if saving.suffix == ".pt" else 2)
 
     run(1, program)
     assert not (tmp_path / "evil").exists()
-    pickle.loads(pickle.dumps(Evil()))  # to show that its pickle runs code
+    pickle.loads(pickle.dumps(Evil()))  # the pickle does run code
     assert (tmp_path / "evil").exists()
 
 
@@ -291,7 +292,7 @@ class DiedError(Exception):
 
 
 class Deaths:
-    """Kills a rank at a change that it makes to a file. From then on, the rank changes no file."""
+    """Kills a rank when it changes a file. From then on, the rank changes no file."""
 
     CHANGES = ("open", "replace", "unlink")
 
@@ -302,7 +303,7 @@ class Deaths:
             patch.setattr(of, name, self._dying(name, getattr(of, name)))
 
     def let(self, rank: int, saves: int, name: str, *, after: bool) -> None:
-        """Kill ``rank`` after so many saves, before or after its next change of that name."""
+        """Kill ``rank`` after ``saves`` saves, before or after its next change called ``name``."""
         self.rank, self.saves, self.name, self.after, self.dead = rank, saves, name, after, False
 
     def _dying(self, name: str, change: Any) -> Any:
@@ -344,9 +345,9 @@ def test_a_checkpoint_of_all_ranks_exists_whenever_any_rank_dies(
 
             def program(transport: simulated.SimulatedTransport, life: int, anew: bool, strides: list[int]) -> None:
                 mine = Path(folder) / str(transport.rank)  # each node has its own
-                found = sc.load(mine, {"life": None}, comm=transport)
-                finds.append(found)  # noqa: B023
-                step = found.step if found and not anew else 0
+                newest = sc.load(mine, {"life": None}, comm=transport)
+                finds.append(newest)  # noqa: B023
+                step = newest.step if newest and not anew else 0
                 for stride in strides:
                     step += stride
                     sc.save(mine, step, {"life": life}, comm=transport, keep=keep)
@@ -356,8 +357,8 @@ def test_a_checkpoint_of_all_ranks_exists_whenever_any_rank_dies(
             errors(P, partial(program, life=life, anew=anew, strides=strides))
             assert len(finds) == P
             assert finds.count(finds[0]) == P, finds
-            found = finds[0]
-            assert complete <= ((found.values["life"], found.step) if found else (-1, 0)), finds
+            newest = finds[0]
+            assert complete <= ((newest.values["life"], newest.step) if newest else (-1, 0)), finds
             complete = max([complete, *((life, step) for step, ranks in returned.items() if ranks == P)])
 
 
@@ -368,9 +369,9 @@ def test_a_checkpoint_of_all_ranks_exists_whenever_any_rank_dies(
 def test_a_checkpoint_exists_after_an_interrupt_anywhere(
     stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new one or the one before it. On one rank, because several simulated ranks need another thread."""
+    """It is the new checkpoint or the previous one. There is one rank, because interrupts reach one thread only."""
     monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__, pathlib.__file__))
-    found: Counter[bool] = Counter()
+    outcomes: Counter[bool] = Counter()
 
     def program(transport: simulated.SimulatedTransport) -> None:
         step, before, raised = 0, 0, True
@@ -385,15 +386,15 @@ def test_a_checkpoint_exists_after_an_interrupt_anywhere(
             last = loaded.step if loaded else 0
             assert loaded is None or loaded.values == {"x": last}
             assert last in ((before, step + 1) if raised else (step + 1,))
-            found[last == step + 1] += 1
-            if last <= step:  # for the next turn
+            outcomes[last == step + 1] += 1
+            if last <= step:  # save it for the next round
                 sc.save(tmp_path, step + 1, {"x": step + 1}, comm=transport)
             before = step + 1
             step += stride
 
     run(1, program)
-    assert found[True] >= 2
-    assert found[False] > 5
+    assert outcomes[True] >= 2
+    assert outcomes[False] > 5
     assert not list(tmp_path.glob("*.part"))
 
 

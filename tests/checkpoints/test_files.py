@@ -1,6 +1,6 @@
 """Checkpoint files that are damaged, foreign, or belong to another job.
 
-Random damages on 2 to 4 ranks are an attack: `tests/stress/files.py`.
+`tests/stress/files.py` damages files at random on 2 to 4 ranks.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def load(module: Any, folder: Path, *, P: int = 2, own: bool = False) -> list[in
     """Return the steps that the ranks load."""
 
     def program(transport: simulated.SimulatedTransport) -> int:
-        found = module.load(folder / str(transport.rank) if own else folder, {"x": None}, comm=transport)
-        assert found.values == {"x": found.step}
-        return int(found.step)
+        checkpoint = module.load(folder / str(transport.rank) if own else folder, {"x": None}, comm=transport)
+        assert checkpoint.values == {"x": checkpoint.step}
+        return int(checkpoint.step)
 
     return run(P, program)
 
 
 def test_damaged_files_are_skipped() -> None:
-    """The attack, with few cases."""
+    """Run a few cases of `tests/stress/files.py`."""
     outcomes = Counter(Case(1, number).play() for number in range(40))
-    assert min(outcomes[each] for each in ("refused", "loaded the newest", "loaded an older one")) > 3, outcomes
+    assert min(outcomes[outcome] for outcome in ("refused", "loaded the newest", "loaded an older one")) > 3, outcomes
 
 
 def test_the_newest_common_checkpoint_is_found_behind_any_number_of_others(module: Any, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_all_ranks_raise_if_no_checkpoint_can_be_loaded(
         ("step999999999999999999-rank0-of2-run999999999999999999", False),  # is ignored
         ("step9-rank0-of2-run999999999999999", True),
         ("step9-rank0-of2-run999999999999998", False),
-        ("step999999999999999999-rank0-of999999999", False),  # a set of all its ranks would fill the memory
+        ("step999999999999999999-rank0-of999999999", False),  # the world size must not size any set
         ("step1-rank0-of2-run0000000000000009", False),
         ("step1-rank0-of2-run\u0669", False),  # an Arabic nine
     ],
@@ -146,7 +146,7 @@ def test_numbers_in_names_of_planted_files_do_not_hide_checkpoints(
 def test_a_checkpoint_exists_once_one_rank_has_renamed_its_file(
     own: bool, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks have written theirs by then. Before, there is no checkpoint."""
+    """All ranks have written their files by then. Before the first rename, there is no checkpoint."""
     rename = os.replace
     dead = {1}
 
@@ -215,7 +215,7 @@ def test_a_lost_lock_is_taken_again_and_all_locks_are_held(tmp_path: Path) -> No
 
 
 def test_verified_files_take_little_memory(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was forgotten is read again before an older one is removed."""
+    """A file whose save ID was forgotten is read again before an older file is removed."""
     monkeypatch.setattr("sparsecomm.checkpoints.files._MAX_SAVE_IDS", 1)
     save(module, tmp_path, *range(6), keep=2)
     assert len(files._save_ids) == 1
@@ -236,9 +236,9 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
             optimizer._adamw.moments["w"].squares[3] = np.inf
         with pytest.raises(sc.InvalidInputError, match="squares of w is not finite"):
             sc.save(tmp_path, 2, {"sparse": optimizer}, comm=transport)
-        found = sc.load(tmp_path, {"sparse": optimizer}, comm=transport)
-        assert found is not None
-        assert found.step == 1
+        checkpoint = sc.load(tmp_path, {"sparse": optimizer}, comm=transport)
+        assert checkpoint is not None
+        assert checkpoint.step == 1
         optimizer.step({"w": weights["w"] + transport.rank})
 
     run(2, program)
@@ -263,19 +263,20 @@ def test_torch_files_have_checksums_even_if_the_program_turned_them_off(tmp_path
 def test_stateful_finds_objects_of_any_name(names: tuple[str, ...], tmp_path: Path) -> None:
     torch, module = pytest.importorskip("torch"), import_module("sparsecomm.torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
-    made = {name: sc.Reducer({"x": np.zeros(3, np.float32)}, 0.5) for name in names}
-    for i, reducer in enumerate(made.values()):
+    reducers = {name: sc.Reducer({"x": np.zeros(3, np.float32)}, 0.5) for name in names}
+    for i, reducer in enumerate(reducers.values()):
         for _ in range(i + 1):
             reducer.reduce({"x": np.arange(3, dtype=np.float32)})
-    objects = {f"{i}.{name}": module.Stateful(made[name], name=name) for i, name in enumerate(names)}
+    objects = {f"{i}.{name}": module.Stateful(reducers[name], name=name) for i, name in enumerate(names)}
     with torch.no_grad():
         dcp.save(objects, checkpoint_id=tmp_path / "c", no_dist=True)
         again = {name: sc.Reducer({"x": np.zeros(3, np.float32)}, 0.5) for name in names}
-        found = {f"{i}.{name}": module.Stateful(again[name], tmp_path / "c", name=name) for i, name in enumerate(names)}
-        dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+        folder = tmp_path / "c"
+        wrappers = {f"{i}.{name}": module.Stateful(again[name], folder, name=name) for i, name in enumerate(names)}
+        dcp.load(wrappers, checkpoint_id=folder, no_dist=True)
     assert [again[name].step for name in names] == [1, 2]
     with pytest.raises(sc.InvalidInputError, match="has no 'other'"):
-        module.Stateful(made[names[0]], tmp_path / "c", name="other").state_dict()
+        module.Stateful(reducers[names[0]], tmp_path / "c", name="other").state_dict()
 
 
 def load_one(folder: Path, transport: simulated.SimulatedTransport) -> None:

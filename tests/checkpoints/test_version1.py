@@ -70,12 +70,12 @@ def test_checkpoints_of_version_1_load(module: str, P: int, tmp_path: Path) -> N
     def program(transport: simulated.SimulatedTransport) -> None:
         objects = build(module, transport)
         names = {"values": None, "digests": None}
-        found = import_module(module).load(tmp_path / "copy", {**objects, **names}, comm=transport)
-        assert (found.step, found.ranks) == (5, 2)
-        assert found.values["values"] == VALUES
-        if found.ranks == P:
-            owned = "adamw", "SparseAdamW"  # whose moments are divided among the ranks now
-            expected = {name: value for name, value in found.values["digests"].items() if name not in owned}
+        checkpoint = import_module(module).load(tmp_path / "copy", {**objects, **names}, comm=transport)
+        assert (checkpoint.step, checkpoint.ranks) == (5, 2)
+        assert checkpoint.values["values"] == VALUES
+        if checkpoint.ranks == P:
+            owned = "adamw", "SparseAdamW"  # ranks now own parts of the moments
+            expected = {name: value for name, value in checkpoint.values["digests"].items() if name not in owned}
             assert {name: digest(unchanged(objects[name].state_dict())) for name in expected} == expected
         if module != "sparsecomm":
             state = objects["SparseAdamW"].consolidate_state_dict(to=1)

@@ -46,7 +46,7 @@ def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),  # the shell of salloc
     ],
 )
-def test_who_is_a_rank(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: bool) -> None:
+def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: bool) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert (launch.launcher() is not None) == rank
@@ -70,7 +70,7 @@ def test_mpirun_beside_python_comes_first_and_torchrun_last(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("status", "ranks"), [(3, "--ranks=5"), (-9, "--rank 5")])
-def test_ranks_run_the_same_command_and_its_status_is_ours(
+def test_ranks_run_the_same_command_and_its_status_is_returned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, ranks: str
 ) -> None:
     end = f"exit {status}" if status >= 0 else f"kill {status} $$"
@@ -78,8 +78,8 @@ def test_ranks_run_the_same_command_and_its_status_is_ours(
     fake.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > "{tmp_path}/said"\n{end}\n')
     fake.chmod(0o755)
     monkeypatch.setattr(launch, "_launcher_command", lambda ranks: [str(fake), str(ranks)])
-    given = ["-b1K", "-e", "4 K", "-c", *ranks.split(), "-n", "7", "--wire=plain"]
-    assert main(["bench", *given]) == (status if status >= 0 else 128 - status)
+    arguments = ["-b1K", "-e", "4 K", "-c", *ranks.split(), "-n", "7", "--wire=plain"]
+    assert main(["bench", *arguments]) == (status if status >= 0 else 128 - status)
     assert (tmp_path / "said").read_text() == "5|sparsecomm|bench|-b1K|-e|4 K|-c|-n|7|--wire=plain|"
 
 
@@ -87,10 +87,8 @@ def test_ranks_run_the_same_command_and_its_status_is_ours(
 
 
 @pytest.mark.parametrize(("alpha", "waits"), [(0.05, True), (1e-5, False)])
-def test_calls_begin_at_one_moment_where_links_are_long(
-    alpha: float, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Independently of clock offsets: rank 0 chooses a time on its own clock."""
+def test_calls_begin_at_one_moment_on_slow_links(alpha: float, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 chooses a time on its clock, and clock offsets do not matter."""
     ahead, moment, slept = [3.0, -700.0, 50.0], 100.0, list[float]()
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=slept.append))
 
@@ -100,8 +98,8 @@ def test_calls_begin_at_one_moment_where_links_are_long(
         timing.CommonStart(comm, transport).wait()
         return transport.seconds + slept.pop() if slept else None
 
-    found = [result.value for result in simulated.run(len(ahead), program, alpha=alpha, beta=8e-9)]
-    assert found == (pytest.approx([moment] * len(ahead), abs=1e-3) if waits else [None] * len(ahead))
+    moments = [result.value for result in simulated.run(len(ahead), program, alpha=alpha, beta=8e-9)]
+    assert moments == (pytest.approx([moment] * len(ahead), abs=1e-3) if waits else [None] * len(ahead))
 
 
 # -- the clocks -------------------------------------------------------------------------------------------------------
@@ -110,10 +108,9 @@ def test_calls_begin_at_one_moment_where_links_are_long(
 def test_every_method_of_a_backend_is_in_a_part() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, callable) if not name.startswith("_")}
     in_no_part = {"on_stream", "side_stream", "memory", "empty", "empty_like", "as_tensor"}
-    in_no_part |= {"memory_of", "not_zero", "quantize_values", "with_values"}  # within others
-    elsewhere = {
-        *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest"]
-    }  # in no call of bench
+    in_no_part |= {"memory_of", "not_zero", "quantize_values", "with_values"}  # run within other methods
+    # No call of bench uses these.
+    elsewhere = {"zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest"}
     elsewhere |= {"sums_of_squares", "add_entries", "adamw", "adamw_dense", "store_adamw"}
     elsewhere |= {"change_units", "values_of", "wait_for"}
     assert set(observers.PART_OF) == methods - in_no_part - elsewhere
@@ -121,7 +118,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
 
 
 class Nested(timing.Clock):
-    """A clock that fails if parts are nested, so that time would count twice."""
+    """A clock that fails if parts are nested, because their time would count twice."""
 
     inside = ""
 
@@ -158,7 +155,7 @@ def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
         return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), out.tobytes(), transport.counters
 
     nodes = [0, 0, 1] if algorithm.startswith("hierarchical") else [0, 1, 2]
-    leaders = [nodes.index(node) for node in nodes]  # the others' messages stay inside a machine, and are not packed
+    leaders = [nodes.index(node) for node in nodes]  # messages inside a machine are not packed
     plain, timed = (
         simulated.run(P, lambda transport, on=on: call(transport, on), node_of_rank=nodes) for on in (False, True)
     )
@@ -197,17 +194,16 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     [(2, "float32", "auto,packed_int4", 16384), exhaustive(3, "float16", "all", 4096)],
 )
 def test_a_run(ranks: int, dtype: str, wires: str, largest: int, tmp_path: Path) -> None:
-    found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
+    file, drawn = tmp_path / "bench.json", tmp_path / "drawn.png"
     densities = (0.01, 0.5) if ranks > 2 else (0.01,)
-    given = f"-b 4Ki -e {largest} --density {','.join(map(str, densities))} -n 3 -w 1 -c --breakdown --algorithms all"
-    given += f" --wire {wires} --dtype {dtype}"
-    files = "--json", str(found), "--plot", str(drawn)
-    ran = bench(
-        *given.split(), *files, "--ranks", str(ranks), SPARSECOMM_PROFILE="none"
-    )  # costs as simulated ranks have
+    arguments = f"-b 4Ki -e {largest} --density {','.join(map(str, densities))} -n 3 -w 1 -c --breakdown"
+    arguments += f" --algorithms all --wire {wires} --dtype {dtype}"
+    files = "--json", str(file), "--plot", str(drawn)
+    # Without a profile, costs are those of simulated ranks.
+    ran = bench(*arguments.split(), *files, "--ranks", str(ranks), SPARSECOMM_PROFILE="none")
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
-    content = json.loads(found.read_text())
+    content = json.loads(file.read_text())
     assert content["schema"] == command.SCHEMA
     assert content["header"]["ranks"] == ranks
     assert content["header"]["dtype"] == dtype

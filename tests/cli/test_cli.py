@@ -1,4 +1,4 @@
-"""The commands, in separate processes: MPI started in this process would disturb later `mpirun`s."""
+"""The commands. Those that use MPI run in processes of their own, since MPI here would disturb later `mpirun`s."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_refused(line: str, message: str, capsys: pytest.CaptureFixture[str], mo
     assert output.out == ""
 
 
-def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+def test_a_reader_that_closes_the_pipe(tmp_path: Path) -> None:
     """``sparsecomm info | head -1`` prints no error."""
     command = ["sh", "-c", '"$0" -m sparsecomm info 2>said; echo $? >status', sys.executable]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE) as ran:
@@ -136,27 +136,27 @@ def test_info() -> None:
     output = ran.stdout.replace("\r", "")
     assert output.replace("\n", "").isprintable()
     assert len(re.findall("^sparsecomm ", output, re.MULTILINE)) == 1
-    found = facts(output)
+    lines = facts(output)
     expected = {"sparsecomm": sc.__version__, "NumPy": np.__version__, "Python": sys.executable}
     expected |= {"kernels": ", 3 threads", "settings": "SPARSECOMM_THREADS=3 SPARSECOMM_TIMEOUT=12"}
     expected |= {"CPU": "cores usable", "MPI": ", 2 rank"}
-    assert {name for name, text in expected.items() if text not in found[name]} == set()
-    level, calls = found["MPI threads"].split("; ")
+    assert {name for name, text in expected.items() if text not in lines[name]} == set()
+    level, calls = lines["MPI threads"].split("; ")
     assert level in {"SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"}
     assert ("background thread" in calls) == (level == "MULTIPLE")
-    assert found["MPI transport"].startswith("loads")
-    assert re.match(r"(yes|no) \(.+\)", found["CUDA-aware MPI"])
-    assert {"mpi4py", "platform", "frameworks", "CuPy", "CUDA driver", "built for", "MPI library"} <= set(found)
+    assert lines["MPI transport"].startswith("loads")
+    assert re.match(r"(yes|no) \(.+\)", lines["CUDA-aware MPI"])
+    assert {"mpi4py", "platform", "frameworks", "CuPy", "CUDA driver", "built for", "MPI library"} <= set(lines)
 
 
 def test_info_without_mpi() -> None:
     ran = shell("-m", "sparsecomm", "info", MPI4PY_LIBMPI="/no/such/libmpi.so", SPARSECOMM_THREADS="many")
     assert ran.returncode == 0, ran.stderr
-    found = facts(ran.stdout)
-    assert "cannot be loaded" in found["MPI"]
-    assert "/no/such/libmpi.so" in found["MPI"]
-    assert found["CUDA-aware MPI"] == "no (MPI is not loaded)"
-    assert "SPARSECOMM_THREADS='many'" in found["kernels"]
+    lines = facts(ran.stdout)
+    assert "cannot be loaded" in lines["MPI"]
+    assert "/no/such/libmpi.so" in lines["MPI"]
+    assert lines["CUDA-aware MPI"] == "no (MPI is not loaded)"
+    assert "SPARSECOMM_THREADS='many'" in lines["kernels"]
 
 
 class FakeMPI:
@@ -186,14 +186,14 @@ def test_cuda_aware(
     library = SimpleNamespace() if query is None else SimpleNamespace(MPIX_Query_cuda_support=lambda: query)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", word)
-    found, said = cuda_aware(FakeMPI(kinds))
-    assert found is answer
+    aware, said = cuda_aware(FakeMPI(kinds))
+    assert aware is answer
     assert probe in said
 
 
 # -- selftest ---------------------------------------------------------------------------------------------------------
 
-# What a broken tree may do to the result, to the residual, or instead of either.
+# By error message: the body of a broken tree, which gets the right sum ``s`` and the rank's contribution.
 FAULTS = {
     "wrong values": "v = s.values.copy(); v[-1:] *= 2; return SV.trusted(s.indices, v, s.size, s.shape)",
     "wrong indices": "return s.part(0, s.nnz - 1) if s.nnz > 1 else s",
@@ -259,7 +259,7 @@ def test_selftest_on_a_device() -> None:
     assert "All passed on 2 ranks." in ran.stdout
 
 
-# -- ranks that are not there -----------------------------------------------------------------------------------------
+# -- missing ranks ----------------------------------------------------------------------------------------------------
 
 
 def test_without_mpi() -> None:

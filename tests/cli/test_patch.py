@@ -1,4 +1,4 @@
-"""`sparsecomm patch`: what it writes, prints and refuses."""
+"""`sparsecomm patch`: its files, its output and its errors."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_the_output_may_be_the_base_and_keeps_its_mode(files: Files) -> None:
 def test_a_patch_is_described(files: Files) -> None:
     status, said = files.command("diff", "old", "new", "patch")
     assert (status, files.command("info", "patch")) == (0, (0, said))
-    found = read_patch(files["patch"])
-    bits = f"{8 * found.nbytes / 301:.1f}"
+    patch = read_patch(files["patch"])
+    bits = f"{8 * patch.nbytes / 301:.1f}"
     assert said.splitlines() == [
         "tensors   2 of 3 changed",
         "elements  301 of 10,001 changed (3.01 %)",
-        f"size      {found.nbytes} B for 40.01 kB of weights; {bits} bits per changed element",
-        f"before    {found.before}",
-        f"after     {found.after}",
+        f"size      {patch.nbytes} B for 40.01 kB of weights; {bits} bits per changed element",
+        f"before    {patch.before}",
+        f"after     {patch.after}",
     ]
     assert files.command("diff", "old", "old", "same")[0] == 0
     assert "0 of 10,001 changed (0 %)\n" in files.command("info", "same")[1]

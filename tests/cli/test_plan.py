@@ -40,7 +40,7 @@ def best(network: Network, training: Training = TRAINING, costs: Costs = DEFAULT
     return methods.best(list(methods.ways(training, network, (1, 8, 32, 128), costs)))
 
 
-# -- what it says -----------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,9 @@ def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.Captur
         assert row["utilisation"] == pytest.approx(H * 0.03 / row["round_seconds"])
         assert row["step_seconds"] == pytest.approx(row["round_seconds"] / H)
         assert (row["nats_above_dense"] is None) == (row["seconds_at_equal_loss"] is None)
-        assert row["nats_above_dense"] is None or row["nats_above_dense"] >= 0  # less than dense is never promised
+        assert (
+            row["nats_above_dense"] is None or row["nats_above_dense"] >= 0
+        )  # no row promises a lower loss than dense
     assert f"sync_every={rows[content['taken']]['sync_every']}" in shown
     assert content["advice"][0] == "Sparse sums pay off here."
     assert all(line in shown for line in content["advice"])
@@ -95,8 +97,8 @@ def test_the_line_to_paste_can_be_run() -> None:
         model = torch.nn.Linear(64, 64)
         names = {"sparsecomm": sparsecomm, "model": model, "inner": torch.optim.AdamW(model.parameters())}
         pasted = line.removeprefix("diloco = ").replace("inner, ", "inner, comm=comm, ")
-        with eval(pasted, names | {"comm": MPI.COMM_SELF}) as made:
-            assert repr(made).find(f"sync_every={taken.H},") > 0
+        with eval(pasted, names | {"comm": MPI.COMM_SELF}) as diloco:
+            assert repr(diloco).find(f"sync_every={taken.H},") > 0
 
 
 def test_the_page_shows_the_output_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,10 +129,10 @@ def _reducer(density: float = 0.1, **options: Any) -> sc.Reducer:
 def test_the_optimizer_decides_which_rows_are_shown() -> None:
     training, network = Training(4, 30_800_000, 8.0), Network(200e6, 0.02)
     for optimizer, own in methods.OPTIMIZERS.items():
-        found = list(methods.ways(training, network, (1,), DEFAULT, optimizer))
-        assert methods.best(found).method == own
-        assert {way.method for way in found} & {*methods.OPTIMIZERS.values()} == {own}
-        assert all(math.isinf(way.seconds) == (way.loss is None) for way in found)
+        ways = list(methods.ways(training, network, (1,), DEFAULT, optimizer))
+        assert methods.best(ways).method == own
+        assert {way.method for way in ways} & {*methods.OPTIMIZERS.values()} == {own}
+        assert all(math.isinf(way.seconds) == (way.loss is None) for way in ways)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +144,16 @@ def test_the_optimizer_decides_which_rows_are_shown() -> None:
         ("--rate 1gbit --rtt 1ms", {"rtt": 1e-3}, ""),
     ],
 )
-def test_what_is_assumed_is_said(
+def test_assumptions_are_printed(
     options: str, header: dict[str, float], assumed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
     assert main(["plan", "--ranks", "4", *MODEL, *options.split(), "--json", str(file)]) == 0
-    shown, found = capsys.readouterr().out, json.loads(file.read_text())["header"]
+    shown, content = capsys.readouterr().out, json.loads(file.read_text())["header"]
     assert shown.count("# assumed") == bool(assumed)
     assert assumed in shown
-    assert header.items() <= found.items()
-    assert (found["costs"]["select"] < DEFAULT.select) == ("cuda" in options)
+    assert header.items() <= content.items()
+    assert (content["costs"]["select"] < DEFAULT.select) == ("cuda" in options)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +190,14 @@ def test_nodes_count_as_one(
     assert (expected in said) == ("Losses were measured with 8 participants" in said) == bool(others)
 
 
-def test_the_work_of_a_gpu_is_not_that_of_a_profile(tmp_path: Path) -> None:
+def test_a_profile_does_not_replace_the_costs_of_a_gpu(tmp_path: Path) -> None:
     file, profile = tmp_path / "plan.json", tmp_path / "profile.json"
     costs = replace(DEFAULT, node=Link(1e-6, 1e-10), select=1.0)
     profile.write_text(Profile("Open MPI", 4, 4, costs).as_json())
     assert main(["plan", *FAR, "--device", "cuda", "--profile", str(profile), "--json", str(file)]) == 0
-    found = json.loads(file.read_text())["header"]
-    assert found["costs"] == asdict(replace(methods.CUDA, node=costs.node))
-    assert found["inside"] == asdict(methods.PCIE)
+    content = json.loads(file.read_text())["header"]
+    assert content["costs"] == asdict(replace(methods.CUDA, node=costs.node))
+    assert content["inside"] == asdict(methods.PCIE)
 
 
 def test_without_matplotlib_the_table_is_printed(
@@ -218,7 +220,7 @@ def test_without_matplotlib_the_table_is_printed(
         (Network(200e6, 0.02), 8.0, {methods.ADAMW}),
     ],
 )
-def test_what_is_taken(network: Network, step: float, expected: set[str]) -> None:
+def test_the_best_way(network: Network, step: float, expected: set[str]) -> None:
     taken = best(network, Training(4, 30_800_000, step))
     assert taken.method in expected
     said = methods.advice(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
@@ -230,20 +232,20 @@ def test_what_is_taken(network: Network, step: float, expected: set[str]) -> Non
 
 
 def test_it_does_not_advise_what_trains_badly() -> None:
-    """On no network does it advise an H with few rounds, or a delay of most of a round."""
+    """On every network, the advice is neither an H with too few rounds nor a delay of most of a round."""
     for rate in (1e6, 1e7, 1e8, 1e9, 1e10):
         for rtt in (0.0, 0.02, 0.3):
             for loss in (0.0, 0.001, 0.01):
-                found = list(methods.ways(TRAINING, Network(rate, rtt, loss), (1, 8, 32, 128), DEFAULT))
-                taken = methods.best(found)
-                min_seconds = min(way.seconds for way in found)
+                ways = list(methods.ways(TRAINING, Network(rate, rtt, loss), (1, 8, 32, 128), DEFAULT))
+                taken = methods.best(ways)
+                min_seconds = min(way.seconds for way in ways)
                 assert min_seconds <= taken.seconds <= 1.05 * min_seconds or taken.predicted.utilisation >= 0.9
                 assert taken.exchange.delay <= 0.6 * taken.H
                 assert taken.loss is not None
                 assert taken.loss < 0.62
 
 
-# -- what it refuses --------------------------------------------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_are_not_alike() -> None:
@@ -257,7 +259,7 @@ def test_ranks_that_are_not_alike() -> None:
             measurement.check_alike([("a", same), ("b", other)])
 
 
-# -- what it sees -----------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 def test_measures_under_mpirun(tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_measures_under_mpirun(tmp_path: Path) -> None:
     assert "all ranks are on one machine: these are not measurements of a network" in ran.stdout
     assert ran.stdout.count("# training") == 1
     header = json.loads(file.read_text())["header"]
-    assert (header["ranks"], header["rtt"]) == (3, 0.04)  # what was given is not replaced
+    assert (header["ranks"], header["rtt"]) == (3, 0.04)  # options override measurements
     assert 1e6 < header["rate"] < 1e13
 
 
@@ -299,13 +301,13 @@ def test_all_pairs_and_all_links_are_measured(count: int) -> None:
     assert not any({*turn} & {*turn.values()} for turn in one_way)
 
 
-def test_an_interface_inside_a_machine_is_told_of() -> None:
+def test_a_warning_names_an_interface_inside_a_machine() -> None:
     """Ranks 0 and 1 communicate over docker0 and eth0; rank 2 has no visible connection."""
     a, b, stranger = ("172.17.0.1", 1), ("10.0.0.2", 2), ("10.0.0.9", 3)
     everyone = [([(a, b), (a, stranger)], {"docker0": a[0]}), ([(b, a)], {"eth0": b[0]}), ([], {"eth0": "10.0.0.3"})]
     comm: Any = SimpleNamespace(allgather=lambda mine: everyone)
-    found, shown, wrong = measurement.addresses(comm, [0, 1, 2])
-    assert found == [a[0], b[0], None]
+    addresses, shown, wrong = measurement.addresses(comm, [0, 1, 2])
+    assert addresses == [a[0], b[0], None]
     assert shown == ["docker0 (172.17.0.1)", "eth0 (10.0.0.2)"]
     assert len(wrong) == 1
     assert wrong[0].startswith(
@@ -313,7 +315,7 @@ def test_an_interface_inside_a_machine_is_told_of() -> None:
     )
 
 
-def test_unequally_many_ranks_are_told_of() -> None:
+def test_a_warning_names_unequal_numbers_of_ranks() -> None:
     ranks: Any = SimpleNamespace(size=3, node_of_rank=[0, 0, 1], num_nodes=2)
     assert measurement.placement(ranks, ["a", "a", "b"]) == "3 on 2 machines: a (2), b (1)"
     assert measurement.warnings(ranks) == ["machines have different numbers of ranks: 2, 1"]
@@ -321,14 +323,14 @@ def test_unequally_many_ranks_are_told_of() -> None:
 
 def test_streams_that_cannot_be_made() -> None:
     """All ranks report the same error: one of them cannot listen at a foreign address."""
-    told: list[Any] = [None, None]
+    values: list[Any] = [None, None]
     barrier = threading.Barrier(2)
 
     def work(number: int) -> measurement.Report:
         def allgather(mine: Any) -> list[Any]:
-            told[number] = mine
+            values[number] = mine
             barrier.wait(LIMIT)
-            everyone = list(told)
+            everyone = list(values)
             barrier.wait(LIMIT)
             return everyone
 

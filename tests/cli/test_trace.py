@@ -33,7 +33,7 @@ class Traces:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
-        monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that no call measures links
+        monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # no call measures links
 
     def ranks(self, program: Callable[[SimulatedTransport], Any], size: int = P) -> dict[int, Rank]:
         def errors_are_expected(transport: SimulatedTransport) -> None:
@@ -56,7 +56,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return Traces(tmp_path, monkeypatch, capsys)
 
 
-# -- whom to blame ----------------------------------------------------------------------------------------------------
+# -- the rank to blame ------------------------------------------------------------------------------------------------
 
 
 def another_call(transport: SimulatedTransport) -> None:
@@ -184,13 +184,13 @@ def test_clocks_are_aligned(ahead: list[float], algorithm: str, tmp_path_factory
         for call in (call for calls in rank.calls.values() for call in calls):
             for part in call.parts:
                 part.start, part.end = part.start + seconds, part.end + seconds
-    found = clock_offsets(ranks)
-    for number, (seconds, bound) in found.items():
+    found_offsets = clock_offsets(ranks)
+    for number, (seconds, bound) in found_offsets.items():
         assert abs(seconds - (ahead[number] - ahead[0])) <= bound + 1e-6
-        assert bound < 0.2  # messages take 10 ms, and some wait for others
+        assert bound < 0.2  # messages take 10 ms, and some queue
     for message in messages(ranks):
-        sent = message.sent.start - found[message.sender].seconds
-        assert sent <= message.received.end - found[message.receiver].seconds + 1e-6
+        sent = message.sent.start - found_offsets[message.sender].seconds
+        assert sent <= message.received.end - found_offsets[message.receiver].seconds + 1e-6
 
 
 def test_the_narrowest_bounds_count() -> None:
@@ -238,7 +238,7 @@ def test_the_timeline_has_all_events_and_an_arrow_for_each_message(traces: Trace
     assert len(arrows) == 2 * len(sent)
     assert len(events) - len(arrows) == sum(len(rank.events) for rank in ranks.values())
     slices = [event for event in events if event["ph"] == "X" and event["cat"] == "exchange"]
-    for arrow in arrows:  # each end is on a slice, which it is drawn at
+    for arrow in arrows:  # each end of an arrow lies on a slice
         assert any(
             (s["pid"], s["tid"]) == (arrow["pid"], arrow["tid"])
             and s["ts"] - 0.01 <= arrow["ts"] <= s["ts"] + s["dur"] + 0.01

@@ -14,7 +14,7 @@ from tests.thinning import exhaustive
 
 QUICK = ("--seconds", "0.05")
 
-# Ranks of one node that take it for several, of which rank 1 does not see the file of rank 0.
+# Ranks of one machine that are said to be on several nodes. Rank 1 does not see the file of rank 0.
 NODES = """
 import sys
 from mpi4py import MPI
@@ -34,13 +34,13 @@ sys.exit(main(["tune", *sys.argv[1:]]))
 """
 
 
-def costs_of(made: profile.Profile) -> list[float]:
-    costs = asdict(made.costs)
+def costs_of(tuned: profile.Profile) -> list[float]:
+    costs = asdict(tuned.costs)
     links = [link for link in (costs.pop("link"), costs.pop("node")) if link is not None]
     return [*costs.values(), *(cost for link in links for cost in link.values())]
 
 
-# -- what it writes ---------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, exhaustive(3)])
@@ -51,14 +51,14 @@ def test_writes_the_profile_that_is_used(ranks: int, tmp_path: Path, monkeypatch
     program += f"assert not main(['tune', *{QUICK}])\nprint('source', sc.explain(10**6, 0.001).source)"
     ran = shell("-W", "error", "-c", program, ranks=ranks, SPARSECOMM_PROFILE=str(file))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    made = profile.read(file)
-    assert (made.ranks, made.num_nodes) == (ranks, 1)
-    assert made.costs.node == made.costs.link
-    assert all(0 < cost < 1 and math.isfinite(cost) for cost in costs_of(made))
+    tuned = profile.read(file)
+    assert (tuned.ranks, tuned.num_nodes) == (ranks, 1)
+    assert tuned.costs.node == tuned.costs.link
+    assert all(0 < cost < 1 and math.isfinite(cost) for cost in costs_of(tuned))
     assert list(file.parent.iterdir()) == [file]
     assert ran.stdout.count(f"source profile {file}") == ranks
 
-    assert f"on {ranks} ranks of 1 node, {made.mpi}" in ran.stdout
+    assert f"on {ranks} ranks of 1 node, {tuned.mpi}" in ran.stdout
     assert "as inside: there is only one node" in ran.stdout
     assert ran.stdout.count("auto for n=") == 4
     assert ran.stdout.count(f"The profile is in {file}") == 1
@@ -71,18 +71,18 @@ def test_several_nodes(nodes: list[int], inside: bool, tmp_path: Path) -> None:
     file = tmp_path / "a folder" / "profile.json"
     ran = shell("-c", NODES.format(nodes=nodes), "--output", str(file), *QUICK, ranks=len(nodes))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    made = profile.read(file)
-    assert (made.ranks, made.num_nodes) == (len(nodes), 2)
-    assert (made.costs.node is not None) is inside
-    assert made.costs.node != made.costs.link
-    assert all(0 < cost < 1 for cost in costs_of(made))
+    tuned = profile.read(file)
+    assert (tuned.ranks, tuned.num_nodes) == (len(nodes), 2)
+    assert (tuned.costs.node is not None) is inside
+    assert tuned.costs.node != tuned.costs.link
+    assert all(0 < cost < 1 for cost in costs_of(tuned))
     assert f"on {len(nodes)} ranks of 2 nodes" in ran.stdout
     assert ("each rank has a node of its own" in ran.stdout) is not inside
     assert f"Train with SPARSECOMM_PROFILE={file}" in ran.stdout
     assert "Ranks that do not see it there: 1. Copy it to their nodes." in ran.stdout
 
 
-# -- what it refuses --------------------------------------------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:

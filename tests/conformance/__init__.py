@@ -1,1 +1,1 @@
-"""Other people's tests, with this library switched in: see tests/conformance/README.md."""
+"""Tests of other projects, run with this library: see tests/conformance/README.md."""

@@ -1,4 +1,4 @@
-"""``python -m tests.conformance``: run other people's tests with this library switched in, and print the table."""
+"""``python -m tests.conformance``: run tests of other projects with this library, and print a table of outcomes."""
 
 from __future__ import annotations
 

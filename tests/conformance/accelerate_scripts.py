@@ -1,4 +1,4 @@
-"""The scripts in `accelerate.test_utils.scripts`, on two CPU ranks over gloo, with our hook on every model in DDP."""
+"""The scripts in `accelerate.test_utils.scripts`, on two CPU ranks over gloo, with the hook on every model in DDP."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
 
 
 def outcome_of(name: str, suite: str = SUITE) -> Outcome:
-    def run(ours: bool) -> Ended:
-        return run_ranks(P, lambda rank: run_script(name, ours), SECONDS)
+    def run(with_hook: bool) -> Ended:
+        return run_ranks(P, lambda rank: run_script(name, with_hook), SECONDS)
 
     return outcome_of_runs(suite, name, run)
 
 
-def run_script(name: str, ours: bool) -> None:
+def run_script(name: str, with_hook: bool) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     sys.argv = [name]
-    fixture.ignore_device_ids()  # which test_ddp_comm_hook gives, although it may run on CPUs
-    if ours:
+    fixture.ignore_device_ids()  # test_ddp_comm_hook passes them even on CPUs
+    if with_hook:
         fixture.install()
     script: Any = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     if name == "test_ddp_comm_hook":
@@ -82,7 +82,7 @@ def unless_it_needs_cuda(test: Any) -> Any:
 
 
 def with_join(create: Any) -> Any:
-    """Let an Accelerator on CPUs join uneven inputs, which it does on GPUs only."""
+    """Let an Accelerator join uneven inputs on CPUs, as it does on GPUs."""
 
     @functools.wraps(create)
     def created(*arguments: Any, **options: Any) -> Any:

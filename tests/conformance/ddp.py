@@ -1,4 +1,4 @@
-"""The tests of DistributedDataParallel that PyTorch's wheel ships, on two CPU ranks over gloo, with our hook.
+"""The tests of DistributedDataParallel in PyTorch's wheel, on two CPU ranks over gloo, with this library's hook.
 
 Tests that require two GPUs run on CPU tensors: see `tests.conformance.fixture.gpus_are_cpus`.
 """
@@ -30,7 +30,7 @@ QUICK = (
     "test_grads_same_across_ranks_with_no_sync",
     "test_static_graph_api_cpu",
 )
-# What a test asserts that no hook can satisfy.
+# By test: an assertion that no hook can satisfy.
 EXPLAINED = {
     "test_ddp_comm_hook_logging": "asserts that DDP's log names no hook",
     "test_ddp_grad_div_uneven_inputs": "sets `divide_by_initial_world_size=False`, which PyTorch does not pass to "
@@ -56,14 +56,14 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
                 print(f"{SKIPPED}{skipped}")
                 sys.exit(TEST_SKIPS["generic"].exit_code)
 
-    def run(name: str, gpus: bool, ours: bool) -> Ended:
+    def run(name: str, gpus: bool, with_hook: bool) -> Ended:
         theirs.initialize_temp_directories()
         theirs.Barrier.init()
         file = os.path.join(os.environ["TEMP_DIR"], "store")
 
         def program(rank: int) -> None:
             torch.set_num_threads(1)
-            if ours:
+            if with_hook:
                 fixture.install()
             try:
                 with fixture.gpus_are_cpus(rank) if gpus else nullcontext():
@@ -77,11 +77,11 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
             theirs.cleanup_temp_dir()
 
     def skipped(ended: Ended) -> str:
-        """Return why PyTorch has skipped a test; empty if it has not."""
+        """Return why PyTorch skipped a test, or an empty string."""
         for skip in TEST_SKIPS.values():
             if ended[0][0] == skip.exit_code:
-                found = re.search(f"{SKIPPED}(.*)", ended[1][0])
-                return found[1] if found else skip.message
+                line = re.search(f"{SKIPPED}(.*)", ended[1][0])
+                return line[1] if line else skip.message
         return ""
 
     def outcome(name: str) -> Outcome:
@@ -93,7 +93,8 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
                 suite, ended = FOR_GPUS, run(name, True, True)
                 why = skipped(ended)
             if not why:
-                return outcome_of_runs(suite, name, lambda ours: ended if ours else run(name, gpus, False), EXPLAINED)
+                rerun = lambda with_hook: ended if with_hook else run(name, gpus, False)  # noqa: E731
+                return outcome_of_runs(suite, name, rerun, EXPLAINED)
         return Outcome(suite, name, "not applicable", f"PyTorch skips it: {why}")
 
     methods = vars(theirs.DistributedTest._DistTestBase).items()

@@ -1,6 +1,6 @@
-"""Switches this library in: its hook at density 1.0 on every model in DistributedDataParallel.
+"""Registers the hook of this library at density 1.0 on every model in DistributedDataParallel.
 
-Gives CPU tensors to tests that want two GPUs.
+Also replaces GPUs with CPU tensors for tests that require two GPUs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ exchanged = 0  # steps of our hook in this process
 
 
 def install() -> None:
-    """Register the hook on every model in DistributedDataParallel that has no other, before its first forward pass.
+    """Register the hook before the first forward pass of every model in DistributedDataParallel that has no other hook.
 
-    Not in its constructor: some programs register a hook of their own after it. Also in ``join``: a rank without any
-    batch makes no forward pass.
+    The constructor would be too early, since some programs register their own hook after it. ``join`` registers it,
+    too, because a rank without a batch makes no forward pass.
     """
     cls: Any = DistributedDataParallel
 
@@ -63,9 +63,9 @@ GPUS = 2
 
 @contextmanager
 def gpus_are_cpus(rank: int) -> Any:
-    """Replace GPUs by CPU memory, for the rest of this process, which is rank ``rank``."""
+    """Replace GPUs with CPU memory for the rest of this process, which is rank ``rank``."""
     common: Any = common_distributed
-    common.TEST_XPU = True  # what a test asks before it runs, and nothing else does
+    common.TEST_XPU = True  # only the conditions of tests read it
     torch.xpu.device_count = lambda: GPUS
     replacements: dict[str, Callable[..., Any]] = {
         "set_device": lambda *_: None,
@@ -89,7 +89,7 @@ def gpus_are_cpus(rank: int) -> Any:
 
 
 def ignore_device_ids() -> None:
-    """Let DistributedDataParallel wrap models in CPU memory for which a program names GPUs."""
+    """Let DistributedDataParallel wrap models in CPU memory although a program names GPUs."""
     ddp: Any = DistributedDataParallel
     wrap = ddp.__init__
 

@@ -1,4 +1,4 @@
-"""Optax's own tests of AdamW, which its wheel ships, with `sparsecomm.jax.sparse_adamw` at density 1.0 in its place."""
+"""The tests of AdamW in optax's wheel, run on `sparsecomm.jax.sparse_adamw` at density 1.0."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MODULES = (
     "optax.contrib._common_test",
     "optax._src.float64_test",  # the last: it turns float64 on
 )
-# One of each kind, of those that take a second or less.
+# One test of each kind that takes at most a second.
 QUICK = ("accept_extra_args", "explicit_dtype", "preserve_dtype", "inject_hyperparams")
-# What ours does otherwise, as documented.
+# Documented differences, by a pattern of the failure.
 EXPLAINED = {
     "explicit_dtype.*bfloat16.*None": "moments of bfloat16 parameters are in float32",
     "complex.*InvalidInputError.*complex": "refused with an error: complex parameters",
@@ -31,9 +31,9 @@ EXPLAINED = {
 
 
 def outcomes(*, quick: bool) -> Iterator[Outcome]:
-    """Run the tests on one rank, and unless ``quick`` on two, which have the same gradients."""
+    """Run the tests on one rank, and unless ``quick`` also on two ranks with the same gradients."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # which its tests of sharding want
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # for the tests of sharding
     for P in (1,) if quick else (1, 2):
         for outcome in outcomes_of_ranks(f"{SUITE}, P = {P}", P, lambda rank, P=P: _program(rank, P, quick), SECONDS):
             text = f"{outcome.case} {outcome.reason}"
@@ -43,7 +43,7 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
 
 
 def _program(rank: int, P: int, quick: bool) -> None:
-    import torch.distributed as dist  # whose processes are the ranks
+    import torch.distributed as dist
 
     dist.init_process_group("gloo", rank=rank, world_size=P)
     _switch()
@@ -82,7 +82,7 @@ def _run(test: Any, name: str) -> None:
 
 
 def _switch() -> None:
-    """Put ours in the place of `optax.adamw`, before the tests are imported."""
+    """Replace `optax.adamw` before the tests are imported."""
     import jax
     import optax
     import torch.distributed as dist

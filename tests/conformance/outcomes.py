@@ -1,4 +1,4 @@
-"""Runs cases on ranks, classifies their outcomes, and makes the table of all.
+"""Runs cases on ranks, classifies their outcomes, and makes a table of them.
 
 Ranks are forks of a process that has imported PyTorch once.
 """
@@ -22,8 +22,8 @@ from typing import Literal
 
 from tests.processes import free_port
 
-GRACE = 10  # seconds that other ranks have to end after one has failed
-SKIPPED = "skipped because: "  # begins the line with which a rank reports why a test was skipped
+GRACE = 10  # seconds until other ranks are killed after one has failed
+SKIPPED = "skipped because: "  # begins the line in which a rank reports why a test was skipped
 Ended = tuple[list[int | None], list[str]]  # exit status of each rank (None: killed, it did not end), and its output
 
 
@@ -125,7 +125,7 @@ def outcomes_of_ranks(suite: str, P: int, program: Callable[[int], None], second
     ended = run_ranks(P, program, seconds)
     by_rank = [[json.loads(line) for line in output.splitlines() if line.startswith('["')] for output in ended[1]]
     for of_case in zip(*by_rank, strict=False):
-        yield Outcome(suite, *next((each for each in of_case if each[1] == "failed"), of_case[0]))
+        yield Outcome(suite, *next((reported for reported in of_case if reported[1] == "failed"), of_case[0]))
     if failed(ended):
         yield Outcome(suite, "the ranks", "failed", f"ended: {ended[0]}\n" + "\n".join(ended[1]))
 
@@ -143,15 +143,15 @@ def table(outcomes: Iterable[Outcome]) -> str:
     for outcome in outcomes:
         suites.setdefault(outcome.suite, []).append(outcome)
     lines = ["| suite | cases | ran | passed | failed | not applicable |", "|---|---|---|---|---|---|"]
-    for suite, its in suites.items():
-        count = Counter(outcome.result for outcome in its)
+    for suite, suite_outcomes in suites.items():
+        count = Counter(outcome.result for outcome in suite_outcomes)
         ran = count["passed"] + count["failed"]
-        numbers = (len(its), ran, count["passed"], count["failed"], count["not applicable"])
+        numbers = (len(suite_outcomes), ran, count["passed"], count["failed"], count["not applicable"])
         lines.append(f"| {suite} | {' | '.join(map(str, numbers))} |")
     for result in ("not applicable", "failed"):
-        for suite, its in suites.items():
+        for suite, suite_outcomes in suites.items():
             reasons: dict[str, list[str]] = {}
-            for outcome in its:
+            for outcome in suite_outcomes:
                 if outcome.result == result:
                     reason = last_error([1], [outcome.reason]) if "\n" in outcome.reason else outcome.reason
                     reasons.setdefault(reason, []).append(f"`{outcome.case}`")

@@ -74,12 +74,12 @@ class FailedError(Exception):
 
 def blocks(page: Path) -> list[Block]:
     """Return the fenced blocks of a page. Raise a FailedError if one can be neither shown, run nor saved."""
-    text, found = page.read_text(), []
+    text, fenced = page.read_text(), []
     for match in FENCE.finditer(text):
         lines = [line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)]
         line_number = text.count("\n", 0, match.start()) + 1
-        found.append(_block(f"{page.name}:{line_number}", match["language"], "".join(lines)))
-    return found
+        fenced.append(_block(f"{page.name}:{line_number}", match["language"], "".join(lines)))
+    return fenced
 
 
 def _block(place: str, language: str, text: str) -> Block:
@@ -151,16 +151,16 @@ class Runner:
             del commands[:together]
 
     def _left_out(self, block: Block, command: Command) -> bool:
-        found = (command.host and not self.enter) or any(re.search(p, command.text) for p in self.leave_out)
-        if not found:  # what another page has shown, with the same files, prints here what it did there
+        skip = (command.host and not self.enter) or any(re.search(p, command.text) for p in self.leave_out)
+        if not skip:  # skip a command that another page has shown with the same files and output
             words = command.text.replace("\\\n", " ").split()
             named = [self.folder / word for word in words if (self.folder / word).is_file()]
             key = (*words, command.host, *(file.read_text() for file in named))
             shown = self._done.setdefault(key, set())
-            found = bool(named and shown) and (command.output is None or command.output in shown)
+            skip = bool(named and shown) and (command.output is None or command.output in shown)
             shown.add(command.output)
-        (self.left_out if found else self.ran).append(f"{block.place}: {command.text.strip()}")
-        return bool(found)
+        (self.left_out if skip else self.ran).append(f"{block.place}: {command.text.strip()}")
+        return bool(skip)
 
     def _run(self, place: str, command: Command) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -173,11 +173,11 @@ class Runner:
             if done.returncode == 0:
                 pairs = (pair.partition("=") for pair in state.read_text().split("\0") if pair)
                 self.environment.update({name: value for name, _, value in pairs if name not in ("_", "SHLVL")})
-        which = f"{place}: {command.text.strip()}"
+        what = f"{place}: {command.text.strip()}"
         if done.returncode:
-            raise FailedError(f"{which}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
+            raise FailedError(f"{what}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
         if command.output is not None and not _matches(command.output, done.stdout):
-            raise FailedError(f"{which}\nexpected:\n{command.output}\nprinted:\n{done.stdout}{done.stderr}")
+            raise FailedError(f"{what}\nexpected:\n{command.output}\nprinted:\n{done.stdout}{done.stderr}")
 
 
 def _apart(commands: list[Command]) -> bool:

@@ -1,4 +1,4 @@
-"""The drawings show what the algorithms do now, and the numbers of docs/concepts/index.md are those of the library."""
+"""The drawings and the numbers of docs/concepts/index.md agree with the algorithms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_drawing_is_shown_and_described() -> None:
 
 
 def table(name: str) -> list[list[str]]:
-    """Return the rows of a table of the page, without its head."""
+    """Return the rows of a table of the page, without the heading."""
     text = re.search(rf"<!-- example: {name} -->\n((?:\|.*\n)+)", PAGE)
     assert text is not None
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in text[1].splitlines()[2:]]
@@ -80,9 +80,9 @@ def test_other_algorithms() -> None:
     seen = 0
     for call, result, _ in table("others"):
         for algorithm in re.findall(r'"(\w+)"', call):
-            found = trace(list(GRADIENTS), K, algorithm)
-            assert all(of(each) == entries(result) for each in found.results), call
-            kept = sum(found.residuals) + found.results[0].to_dense()
-            np.testing.assert_array_equal(kept, GRADIENTS.sum(axis=0))
+            traced = trace(list(GRADIENTS), K, algorithm)
+            assert all(of(total) == entries(result) for total in traced.results), call
+            conserved = sum(traced.residuals) + traced.results[0].to_dense()
+            np.testing.assert_array_equal(conserved, GRADIENTS.sum(axis=0))
             seen += 1
     assert seen == 5

@@ -26,13 +26,13 @@ pytest.importorskip("optax")
 
 
 def environment(library: Path | None = ROOT) -> dict[str, str]:
-    """Return the environment of a reader who has typed nothing yet; ``library``: where Python finds sparsecomm."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "PMIX_"))}
-    kept["PATH"] = f"{Path(MPIRUN or sys.executable).parent}:{Path(sys.executable).parent}:{kept['PATH']}"
-    kept["SPARSECOMM_PROFILE"] = "none"  # costs that are the same on every machine
+    """Return the environment of a new reader; ``library``: the folder where Python finds sparsecomm."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "PMIX_"))}
+    variables["PATH"] = f"{Path(MPIRUN or sys.executable).parent}:{Path(sys.executable).parent}:{variables['PATH']}"
+    variables["SPARSECOMM_PROFILE"] = "none"  # costs that are the same on every machine
     if library is not None:
-        kept["PYTHONPATH"] = str(library)
-    return kept
+        variables["PYTHONPATH"] = str(library)
+    return variables
 
 
 def exports() -> Block:
@@ -48,7 +48,7 @@ def test_a_start_page_shows_a_picture_before_its_first_section(page: Path) -> No
 INSTALL = re.compile(r"pip install[^`\n]*?(?<![\w./-])sparsecomm(?![\w./-])")
 
 
-def test_no_page_installs_from_an_index_what_none_has() -> None:
+def test_no_page_installs_the_library_from_an_index() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert [page.name for page in pages if INSTALL.search(page.read_text())] == []
 
@@ -58,7 +58,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_first_pages_lead_with_the_same_setting() -> None:
-    """The defaults, which the reports recommend, for the optimizer with which both begin."""
+    """Both begin with the same optimizer and its default density."""
     pages = README, ROOT / "docs" / "start" / "pytorch.md"
     training = [next(b.text for b in blocks(page) if b.file == "train.py") for page in pages]
     optimizers = [re.findall(r"^optimizer = .*", text, re.MULTILINE) for text in training]
@@ -135,7 +135,7 @@ def test_two_machines() -> None:
     command = [sys.executable, "-m", "tests.docs.two_machines", sys.executable, "-m", "tests.docs.blocks", page]
     command += ["--enter", "ENTER", *(f"--leave-out={pattern}" for pattern in left)]
     variables = environment()
-    del variables["SPARSECOMM_PROFILE"]  # which would be set on one machine only
+    del variables["SPARSECOMM_PROFILE"]  # it would be set on one machine only
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("ran")]
@@ -145,7 +145,7 @@ def test_two_machines() -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder as `git clone` makes it, of the files as they are now, with what has been compiled of them."""
+    """Return a folder as `git clone` makes it, with uncommitted changes and the compiled objects."""
     clone = tmp_path_factory.mktemp("clone") / "sparsecomm"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -159,21 +159,24 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bare() -> dict[str, str]:
-    """Return the environment of a machine with Python and a compiler: nothing of this environment is found."""
-    kept = environment(library=None)
-    kept |= {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin", "PIP_COMPILE": "0"}  # a minute, for torch
+    """Return the environment of a machine that has only Python and a compiler."""
+    variables = environment(library=None)
+    variables |= {
+        "PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin",
+        "PIP_COMPILE": "0",
+    }  # compiling torch takes a minute
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "SPARSECOMM_PROFILE"):
-        kept.pop(name, None)
-    return kept
+        variables.pop(name, None)
+    return variables
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_readme_in_its_order(clone: Path) -> None:
-    """What has a prompt or is a script runs as it stands; an environment holds only what came before."""
+    """All blocks run in order, in an environment that contains only the results of earlier blocks."""
     runner = Runner(clone, bare())
     for block in blocks(README):
-        if "pip install torch" in block.text:  # which takes a minute
+        if "pip install torch" in block.text:  # installing it takes a minute
             Environment(clone / "venv", clone).link("torch")
         runner.run(block)
     assert not runner.left_out

@@ -1,6 +1,6 @@
-"""The documentation site is built without a warning, and a browser fetches nothing from elsewhere.
+"""The documentation site is built without a warning, and a browser loads nothing from other sites.
 
-mkdocs itself warns of pages that are left out and of links and anchors that lead nowhere.
+mkdocs itself warns of missing pages and of broken links and anchors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_nothing_is_loaded_from_other_sites(site: Path) -> None:
     fetched = {url for page in site.rglob("*.html") for url in FETCHED.findall(page.read_text())}
     assert any(url.endswith(".css") for url in fetched)
     assert any(url.endswith(".svg") for url in fetched)
@@ -49,7 +49,7 @@ def test_the_site_has_no_python_files(site: Path) -> None:
 
 
 def test_the_search_finds_public_names(site: Path) -> None:
-    found = json.loads((site / "search" / "search_index.json").read_text())
-    titles = {entry["title"] for entry in found["docs"]}
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    titles = {entry["title"] for entry in index["docs"]}
     assert any("sparse_allreduce" in title for title in titles)
     assert any("DistributedOptimizer" in title for title in titles)

@@ -82,10 +82,10 @@ def test_a_page_has_no_banned_phrase_and_short_sentences_and_begins_with_its_ans
 
 
 def test_docstrings_have_no_banned_phrase() -> None:
-    found = [
+    uses = [
         f"{module.relative_to(ROOT)}:{line}: {phrase}"
         for module in MODULES
         for line, text in docstrings(module)
         for phrase in phrases(text)
     ]
-    assert found == []
+    assert uses == []

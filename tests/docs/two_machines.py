@@ -1,4 +1,4 @@
-"""Run a command where two machines, node0 and node1, can be logged into, each behind a link of 1 Gb/s.
+"""Run a command on a network of two machines, node0 and node1, each behind a link of 1 Gb/s.
 
     python -m tests.docs.two_machines COMMAND ...
 
@@ -38,7 +38,7 @@ def _inside(folder: Path, command: list[str]) -> int:
     network.build(len(NAMES), network.Links(RATE), folder)
     (folder / "bin").mkdir()
     agent, login = folder / "agent", folder / "bin" / "ssh"
-    # Who sits at a machine has an environment with all that is installed; who logs in has a bare one.
+    # A login by ssh gets a bare environment; a local shell has everything that is installed.
     login.write_text(f'#!/bin/sh\nexec env -i HOME="$HOME" PATH=/usr/bin:/bin {shlex.quote(str(agent))} "$@"\n')
     login.chmod(0o755)
     os.environ["PATH"] = f"{login.parent}:{os.environ['PATH']}"

@@ -1,7 +1,7 @@
-"""Arrays of the deferring device, and the module that they come from: of CuPy what the library uses.
+"""Arrays of the deferring device, and a module with the parts of CuPy that the library uses.
 
-Work whose result has a shape that the host knows is given to the current stream, and its result begins as poison.
-Other work first waits for the current stream. So does what brings numbers to the host.
+If the host knows the shape of a result, the work goes to the current stream, and the result begins as poison. Other
+work, and copies to the host, first wait for the current stream.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class DeviceArray(NDArrayOperatorsMixin):
     """An array of the device.
 
     Attributes:
-        raw: its elements as NumPy sees them, now: work that was given to streams may not have run. It holds no memory
-            of a pool.
+        raw: the present elements, as a NumPy array. Work in streams may not have run. It does not keep the memory.
         owner: keeps the memory.
     """
 
-    __module__ = NAME  # by which the library finds the functions for an array
+    __module__ = NAME  # the library imports the array's module by this name
 
     def __init__(self, runtime: DeferredRuntime, raw: np.ndarray, owner: object) -> None:
         self.runtime, self.raw, self.owner = runtime, raw, owner
@@ -63,7 +62,7 @@ class DeviceArray(NDArrayOperatorsMixin):
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        if any(isinstance(each, np.ndarray) and each.ndim for each in inputs):
+        if any(isinstance(value, np.ndarray) and value.ndim for value in inputs):
             raise TypeError(f"{ufunc.__name__} of an array of the device and one of the host")
         assert method in ("__call__", "reduce")
         return _call(self.runtime, getattr(ufunc, method), inputs, options, known_shape=True)
@@ -135,7 +134,7 @@ class DeviceArray(NDArrayOperatorsMixin):
         return bool(self.item())
 
     def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> np.ndarray:
-        """For the tests; CuPy's arrays refuse, and so do these to the library."""
+        """Convert for tests. Refuse the library, as CuPy's arrays do."""
         caller = sys._getframe(1).f_globals["__name__"]
         if caller.startswith("sparsecomm"):
             raise TypeError("an array of the device is not converted without being asked to: use get()")
@@ -155,7 +154,7 @@ class DeviceArray(NDArrayOperatorsMixin):
 
 
 class ArrayLibrary(ModuleType):
-    """The module of the arrays of one device: NumPy's functions, which take these arrays, and what makes new ones."""
+    """The array module of one device: NumPy's functions, which accept these arrays, and constructors."""
 
     def __init__(self, runtime: DeferredRuntime) -> None:
         super().__init__(NAME)
@@ -167,9 +166,9 @@ class ArrayLibrary(ModuleType):
         )
 
     def asarray(self, array: np.ndarray) -> DeviceArray:
-        made = self._runtime.empty(array.shape, array.dtype)
-        made[...] = array
-        return made
+        copy = self._runtime.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
 
     def zeros(self, shape: Any, dtype: Any) -> DeviceArray:
         return self.asarray(np.zeros(shape, dtype))
@@ -187,7 +186,7 @@ def _taken(array: np.ndarray, where: np.ndarray) -> np.ndarray:
 
 
 def _call(runtime: DeferredRuntime, function: Any, inputs: Any, options: Any, *, known_shape: bool) -> Any:
-    """Call a function of NumPy on the elements: now if its result's shape is not known before, else later."""
+    """Call a NumPy function on the elements: later if the result's shape is known, otherwise now."""
     if function is np.concatenate and not all(isinstance(array, DeviceArray) for array in inputs[0]):
         raise TypeError("CuPy concatenates only its own arrays")
     raws, into, options = _raw(inputs), options.get("out"), _raw(options)
@@ -206,10 +205,10 @@ def _call(runtime: DeferredRuntime, function: Any, inputs: Any, options: Any, *,
         return tuple(map(put, result)) if isinstance(result, tuple) else put(np.asarray(result))
     with np.errstate(all="ignore"):
         like = np.asarray(function(*_raw(inputs, _stand_in), **options))
-    made = runtime.empty(like.shape, like.dtype)
-    raw = made.raw
+    result = runtime.empty(like.shape, like.dtype)
+    raw = result.raw
     runtime.enqueue(lambda: np.copyto(raw, run()))
-    return made
+    return result
 
 
 def _flushed(array: np.ndarray) -> np.ndarray:
@@ -218,7 +217,7 @@ def _flushed(array: np.ndarray) -> np.ndarray:
 
 
 def _kept(value: Any) -> Any:
-    """What the host may change afterwards, copied."""
+    """Copy a host array, because the host may change it afterwards."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -226,12 +225,12 @@ def _raw(value: Any, of: Callable[[DeviceArray], np.ndarray] = lambda array: arr
     if isinstance(value, DeviceArray):
         return of(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_raw(each, of) for each in value)
+        return type(value)(_raw(item, of) for item in value)
     if isinstance(value, dict):
-        return {key: _raw(each, of) for key, each in value.items()}
+        return {key: _raw(item, of) for key, item in value.items()}
     return value
 
 
 def _stand_in(array: DeviceArray) -> np.ndarray:
-    """An array of the same shape and type, whose elements are good as indices."""
+    """Return an array of the same shape and type with elements that are valid indices."""
     return np.zeros(array.shape, array.dtype)

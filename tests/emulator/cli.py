@@ -1,4 +1,4 @@
-"""Runs the command line with an emulated CUDA device in the place of a real one."""
+"""Runs the command line with an emulated CUDA device."""
 
 from __future__ import annotations
 

@@ -24,20 +24,20 @@ from tests.emulator.tensor import CudaTensor
 
 __all__ = ["DeferredRuntime"]
 
-_current_device: WeakKeyDictionary[greenlet, DeferredRuntime] = WeakKeyDictionary()  # of threads; if missing, any
+_current_device: WeakKeyDictionary[greenlet, DeferredRuntime] = WeakKeyDictionary()  # by thread; any device if missing
 
 
 class DeferredRuntime(EmulatedRuntime):
-    """`sparsecomm.backends.cuda.runtime.Runtime`, whose work runs when the host waits for it and no earlier.
+    """`sparsecomm.backends.cuda.runtime.Runtime` whose work does not run before the host waits for it.
 
-    Device memory that is freed goes at once to the next array of the stream that was current when it was made. It is
-    filled with poison as the first work on it; pinned memory is so at once.
+    Freed device memory is reused at once by the next array of the stream that was current at its allocation. The first
+    work on an array fills it with poison; pinned memory is poisoned at once.
 
-    Each thread has its own current stream; a simulated rank counts as a thread. As with CuPy, work goes to the current
-    stream of the thread's current device, which may be another device; `enter` makes this device current.
+    Each thread has its own current stream, and a simulated rank counts as a thread. As with CuPy, work goes to the
+    current stream of the thread's current device, which may be another device; `enter` makes this device current.
 
     Attributes:
-        operations: how many pieces of work it was given, without those that poison memory.
+        operations: number of operations enqueued, without those that poison memory.
     """
 
     def __init__(self, *, seed: int = 0, device: int = 0, **settings: Any) -> None:
@@ -47,8 +47,8 @@ class DeferredRuntime(EmulatedRuntime):
         self.library = sys.modules[NAME] = ArrayLibrary(self)
         self._current: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
         self._per_thread: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
-        self._of_graphs: list[Lease] = []  # which replays write to, even if nobody else refers to them
-        self._last: deque[Block] = deque(maxlen=64)  # whose canaries are looked at
+        self._of_graphs: list[Lease] = []  # replays write to these even after their arrays are gone
+        self._last: deque[Block] = deque(maxlen=64)  # `check` looks at their canaries
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -82,9 +82,9 @@ class DeferredRuntime(EmulatedRuntime):
 
     def leave(self, entered: tuple[DeferredRuntime | None, Stream], follow: bool) -> None:
         device, before = entered
-        ours = self.make_current(before)
-        if follow and ours is not before:
-            self.enqueue(None, Event(ours))
+        left = self.make_current(before)
+        if follow and left is not before:
+            self.enqueue(None, Event(left))
         del _current_device[getcurrent()]
         if device is not None:
             _current_device[getcurrent()] = device
@@ -109,7 +109,7 @@ class DeferredRuntime(EmulatedRuntime):
 
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[list[Callable[[], object]]]:
-        """Capture the work that a stream is given into a graph, which `replay` gives to it."""
+        """Capture the work of a stream into a graph for `replay`."""
         graph = stream.graph = []
         try:
             yield graph
@@ -132,15 +132,15 @@ class DeferredRuntime(EmulatedRuntime):
 
     @contextmanager
     def counted(self) -> Iterator[list[int]]:
-        """Yield a list that receives the numbers of operations and waits. Garbage, which may wait, is not collected."""
+        """Yield a list that receives the numbers of operations and waits, without those of garbage collection."""
         gc.collect()
         gc.disable()
-        before, found = (self.operations, self.streams.waits), list[int]()
+        before, counts = (self.operations, self.streams.waits), list[int]()
         try:
-            yield found
+            yield counts
         finally:
             gc.enable()
-            found += [self.operations - before[0], self.streams.waits - before[1]]
+            counts += [self.operations - before[0], self.streams.waits - before[1]]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -171,9 +171,9 @@ class DeferredRuntime(EmulatedRuntime):
         return DeviceArray(self, raw, owner)
 
     def put(self, array: np.ndarray) -> CudaTensor:
-        """Return an array of the host as a tensor of the device. The current stream has yet to write its elements.
+        """Return a host array as a tensor of the device, whose elements the current stream writes later.
 
-        No work on it may be under way.
+        No work on the array may be in flight.
         """
         elements = array.copy()
         array.reshape(-1).view(np.uint8).fill(POISON)

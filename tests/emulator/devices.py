@@ -1,4 +1,4 @@
-"""An emulated device in the place of all CUDA devices of the process."""
+"""Replaces all CUDA devices of the process with an emulated one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["use"]
 
 
 def use(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
-    """Make new backends, of threads and of call queues, work with ``runtime``; ``sizes``: as of `CudaBackend`.
+    """Make new backends use ``runtime``; ``sizes``: options of `CudaBackend`.
 
     The library takes the runtime's arrays for CuPy's.
     """

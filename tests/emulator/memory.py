@@ -1,4 +1,4 @@
-"""Memory of the deferring device: what is freed is given out again at once, and begins as poison."""
+"""Memory of the deferring device: freed blocks are reused at once, and new arrays contain poison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT = 256
 
 
 class Block:
-    """Memory that is never freed while its pool is there. ``canary`` is what stands behind the array in it."""
+    """Memory that lives as long as its pool. ``canary``: the bytes behind the array in it."""
 
     def __init__(self, nbytes: int) -> None:
         memory = np.full(nbytes + BEHIND + ALIGNMENT, POISON, np.uint8)
@@ -26,7 +26,7 @@ class Block:
         self.canary: np.ndarray | None = None
 
     def poison(self, nbytes: int, lease: int) -> None:
-        """Fill the first bytes with poison, and write a canary behind them; ``lease``: of which number they are."""
+        """Fill the first bytes with poison, and write a canary behind them; ``lease``: the number of the lease."""
         self.memory[:nbytes] = POISON
         self.memory[nbytes : nbytes + BEHIND] = CANARY
         if lease == self.leases:
@@ -38,7 +38,7 @@ class Block:
 
 
 class Lease:
-    """A block in use. When nobody refers to it any more, the block goes back to its pool, whatever still uses it."""
+    """A block in use. Without references to the lease, the block returns to its pool, even if streams still use it."""
 
     def __init__(self, pool: Pool, nbytes: int) -> None:
         self._pool, self.block = pool, pool.take(nbytes)
@@ -48,7 +48,7 @@ class Lease:
 
     @property
     def memory(self) -> np.ndarray:
-        """The bytes, which do not hold the lease."""
+        """The bytes, which do not keep the lease."""
         return self.block.memory[: self.nbytes]
 
     @property
@@ -60,7 +60,7 @@ class Lease:
 
 
 class Pool:
-    """Free blocks, of which the next one that fits is given out again: the one that was freed last."""
+    """Free blocks. The block that fits and was freed last is reused first."""
 
     def __init__(self) -> None:
         self._free: list[Block] = []
@@ -82,7 +82,7 @@ class Pool:
 
 
 class PinnedPool(Pool):
-    """Blocks that are poisoned the moment they are freed."""
+    """Blocks that are poisoned when they are freed."""
 
     def give_back(self, lease: Lease) -> None:
         lease.memory[:] = POISON
@@ -90,7 +90,7 @@ class PinnedPool(Pool):
 
 
 def pinned(pool: PinnedPool, nbytes: int) -> np.ndarray:
-    """An array of host memory. Its views hold the lease."""
-    made = np.asarray(Lease(pool, nbytes))
-    made[:] = POISON
-    return made
+    """Return an array of host memory, whose views keep the lease."""
+    array = np.asarray(Lease(pool, nbytes))
+    array[:] = POISON
+    return array

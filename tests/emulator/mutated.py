@@ -1,9 +1,9 @@
-"""The kernels of a folder, on the emulator: a program of its own, as a wrong kernel may write anywhere.
+"""Runs the kernels of a folder on the emulator, in a process of its own, since a wrong kernel may write anywhere.
 
     python -m tests.emulator.mutated FOLDER DRIVER ...
 
-It exits with `FINE`, `CAUGHT` or `BROKEN`; a fault may also end it by a signal, and one that never ends does: what
-counts is the time of the processor, which does not depend on what else runs.
+It exits with `FINE`, `CAUGHT` or `BROKEN`, or by a signal. The limit is CPU time, which does not depend on other
+programs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tests.backends.devices import Device, same
 from tests.emulator.runtime import EmulatedRuntime, EmulatorError
 from tests.patches import elements as weights
 
-FINE, CAUGHT, BROKEN = 0, 3, 4  # how it exits; a fault may also end it by a signal
+FINE, CAUGHT, BROKEN = 0, 3, 4  # exit statuses
 SEEDS = 2
-MAX_SECONDS = 20  # of the processor for a driver, which takes one
+MAX_SECONDS = 20  # CPU time of a driver, which usually takes 1 s
 N = 9001  # some tiles of `filter` and of `chunks`; 16 bytes do not divide it
-# Kinds of gradients, k and lengths, of which a tile has many for warps, or some, or one, or not a whole one.
+# Kind of gradient, k, and chunk length: a tile has many chunks, some, one, or only a part of one.
 CHUNKS = (
     ("ties", 9, 200),
     ("mostly zero", 9, 200),
@@ -44,7 +44,7 @@ CHUNKS = (
     ("few values", 200, 4096),
     ("normal", 700, 5000),
 )
-# For warp_chunks.cu: a warp has many, or one; its sample misleads, or its room is full.
+# For warp_chunks.cu: a warp has many chunks or one, a misleading sample, or more candidates than room.
 WARP_CHUNKS = (
     ("ties", 9, 300),
     ("mostly zero", 9, 300),
@@ -62,7 +62,7 @@ class Crowd(EmulatedRuntime):
 
 
 def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
-    if kind == "ties":  # a few of every value
+    if kind == "ties":  # each value occurs a few times
         return (np.round(50 * data.gradient("normal", n, "float32", seed)) / 50).astype(dtype)
     if kind == "small":  # few of a warp's part are 1 or more, so that they wait
         return data.gradient("normal", n, dtype, seed) / 2
@@ -81,7 +81,7 @@ def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
 
 
 def guarded(runtime: EmulatedRuntime, array: np.ndarray) -> np.ndarray:
-    """A copy, behind whose end writes are seen."""
+    """Return a copy that detects writes behind its end."""
     copy = runtime.empty(array.size, array.dtype)
     copy[:] = array
     return copy
@@ -103,7 +103,7 @@ def selections(
     dtype: str = "float32",
     decay: float = 1.0,
 ) -> None:
-    """Select twice: the second call finds what the first one left behind."""
+    """Select twice: the second call uses the state that the first one left."""
     runtime = device.backend.runtime
     for again in range(2):
         x = guarded(runtime, gradient(kind, n, dtype, seed + again))
@@ -121,7 +121,7 @@ TILES = {"filter_threads": 64, "filter_vectors": 1, "filter_rounds": 2}  # short
 
 
 def topk(sources: Path, seed: int, residual: bool = False, dtype: str = "float32", **tuning: int) -> None:
-    """Of candidates; where too many are close to each other, `radix` resumes."""
+    """Select from candidates; if too many are close to each other, `radix` takes over."""
     it = crowded(sources, seed, **TILES, **({"radix_max_size": 50, "spare_candidates": 100} | tuning))
 
     for kind in ("normal", "ties", "few values", "close", "all equal", "mostly zero", "rising", "bursts"):
@@ -139,7 +139,7 @@ def topk_with_residual(sources: Path, seed: int) -> None:
 
 
 def topk_of_a_few(sources: Path, seed: int, *densities: float) -> None:
-    """With the sizes that a GPU gets, and parts of the last tile that are empty."""
+    """Use the sizes of a GPU, with empty parts of the last tile."""
     n, it = 150_000, crowded(sources, seed)
     for density in densities or (0.001, 0.01, 0.03, 0.09):
         k = round(n * density)
@@ -156,12 +156,12 @@ def topk_of_half(sources: Path, seed: int) -> None:
 
 
 def radix(sources: Path, seed: int, residual: bool = False, dtype: str = "float32") -> None:
-    """From the beginning."""
+    """Select with `radix` alone."""
     topk(sources, seed, residual, dtype, radix_max_size=10**9)
 
 
 def radix_of_doubles(sources: Path, seed: int) -> None:
-    """Twice as many passes."""
+    """float64 needs twice as many passes."""
     radix(sources, seed, dtype="float64")
 
 
@@ -170,7 +170,7 @@ def radix_with_residual(sources: Path, seed: int) -> None:
 
 
 def threshold(sources: Path, seed: int, residual: bool = False) -> None:
-    """There are more entries than the first call has room for; in more tiles than a look-back's windows, and fewer."""
+    """There are more entries than the first call has room for, in more or fewer tiles than a look-back's window."""
     it = crowded(sources, seed, multiprocessors=50, radix_max_size=50, spare_candidates=100, **TILES)
 
     def select(x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
@@ -202,7 +202,7 @@ def chunks(sources: Path, seed: int, shapes: tuple[tuple[str, int, int], ...] = 
 
 
 def merge(sources: Path, seed: int) -> None:
-    """Three tiles; of equal indices; with sums that are zero; with ties."""
+    """Three tiles, with equal indices, zero sums and ties."""
     it, rng, n = crowded(sources, seed, multiprocessors=3), np.random.default_rng(seed), 6000
     runtime = it.backend.runtime
     for kind, k in (("normal", 1500), ("few values", 1500), ("all equal", 2000), ("normal", 20), ("normal", 9000)):
@@ -212,9 +212,9 @@ def merge(sources: Path, seed: int) -> None:
             values = data.gradient(kind, nnz, "float32", seed)
             values[values == 0] = 1
             sides.append((guarded(runtime, indices), guarded(runtime, values)))
-        found = it.backend.merge_topk(*(it.entries(*side, n) for side in sides), k)
+        results = it.backend.merge_topk(*(it.entries(*side, n) for side in sides), k)
         runtime.check()
-        for entries, expected in zip(found, reference.merge_topk(*sides, k), strict=True):
+        for entries, expected in zip(results, reference.merge_topk(*sides, k), strict=True):
             same(entries, expected)
 
 
@@ -230,7 +230,7 @@ def densify(sources: Path, seed: int) -> None:
 
 
 def bucket(sources: Path, seed: int) -> None:
-    """Compare with the CPU: gradients, AdamW for some weights and for all, updates. Several tensors, in several dtypes.
+    """Compare with the CPU: gradients, AdamW for some or all weights, and updates, in tensors of several dtypes.
 
     Some weights missed more steps than the table has rows.
     """
@@ -253,13 +253,13 @@ def bucket(sources: Path, seed: int) -> None:
     for nnz in (700, n):
         indices = np.sort(rng.choice(n, nnz, replace=False)).astype(np.int32)
         values, jumps = (data.gradient("normal", nnz, "float32", seed + i) for i in (3, 4))
-        found = []
+        outcomes = []
         for it in (crowded(sources, seed, multiprocessors=1), Device("portable", CpuBackend(1))):
             backend = it.backend
             put = partial(guarded, backend.runtime) if isinstance(backend, CudaBackend) else np.array
             residual, velocity, units, *state = map(put, (g, g, exponents, g, squares, last, lost))
             weights, written = ([put(x) for x in xs] for _ in "12")
-            left_out, ones = [], put(np.full(n, 127, np.uint8))  # with which only squares overflow
+            left_out, ones = [], put(np.full(n, 127, np.uint8))  # units with which only squares overflow
             for scale, momentum, kind in ((0.5, 0, "units"), (1e20, 0, "ones"), (0.3, 0.5, ""), (1, 0.5, "minuend")):
                 addends = []
                 for x, begin, end in zip(xs, bounds, bounds[1:], strict=False):
@@ -267,8 +267,8 @@ def bucket(sources: Path, seed: int) -> None:
                     minuend = state[0][begin:end] if kind == "minuend" else None
                     addends.append(Addend(begin, it.tensor(put(x)), scale, exponent, minuend))
                 while addends:
-                    given = residual, velocity if momentum else None, 0.9 if momentum else 1.0, momentum, True
-                    count, flags = backend.add_first(addends, *given)
+                    arguments = residual, velocity if momentum else None, 0.9 if momentum else 1.0, momentum, True
+                    count, flags = backend.add_first(addends, *arguments)
                     left_out += [len(addends) - i for i in backend.wait_for((), flags)]
                     del addends[:count]
             squared = backend.sums_of_squares([it.tensor(x) for x in weights])
@@ -276,12 +276,12 @@ def bucket(sources: Path, seed: int) -> None:
             for i, (w, begin, end) in enumerate(zip(weights, bounds, bounds[1:], strict=False)):
                 moments = Moments(*(array[begin:end] for array in state))
                 parts.append(AdamWPart(begin, it.tensor(w), moments, tables[i], 1e-3, 1e-8 * (i + 1), 7))
-            made, dense = backend.adamw(parts, units, it.entries(put(indices), put(values), n), 4, True), put(g)
+            step, dense = backend.adamw(parts, units, it.entries(put(indices), put(values), n), 4, True), put(g)
             if nnz < n:
-                backend.store_adamw(parts, units, made, True)
+                backend.store_adamw(parts, units, step, True)
             else:
                 del parts[1]
-                made = made._replace(overflows=backend.adamw_dense(parts, units, dense, 0).overflows)
+                step = step._replace(overflows=backend.adamw_dense(parts, units, dense, 0).overflows)
                 backend.store_adamw(parts, None, backend.adamw_dense(parts, units, put(g), 0), True)
             backend.change_units(it.tensor(residual), units, it.entries(put(indices), put(2 * jumps), n))
             segments = [Segment(begin, it.tensor(x)) for x, begin in zip(written, bounds, strict=False)]
@@ -289,14 +289,14 @@ def bucket(sources: Path, seed: int) -> None:
             backend.add_entries(segments[1:], it.entries(put(indices), put(jumps), n))
             backend.write(segments[:1], backend.nonzeros(put(g), (n,)))
             flat = [array.view(np.uint16) if array.itemsize == 2 else array for array in (*weights, *written)]
-            arrays = [*flat, residual, velocity, units, dense, *state, made.changes, made.jumps, np.array(squared)]
-            found.append([*map(np.asarray, arrays), sorted(left_out), made.overflows])
-        for ours, theirs in zip(*found, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+            arrays = [*flat, residual, velocity, units, dense, *state, step.changes, step.jumps, np.array(squared)]
+            outcomes.append([*map(np.asarray, arrays), sorted(left_out), step.overflows])
+        for on_cuda, on_cpu in zip(*outcomes, strict=True):
+            np.testing.assert_array_equal(on_cuda, on_cpu)
 
 
 def adding_where(sources: Path, seed: int) -> None:
-    """More tiles than blocks; the others are some, all, none, or end within a tile."""
+    """More tiles than blocks. The other vector has some of the indices, all, none, or a range."""
     it, n, nnz, rng = crowded(sources, seed, multiprocessors=1), 20_000, 9000, np.random.default_rng(seed)
     runtime, indices = it.backend.runtime, np.sort(rng.choice(n, nnz, replace=False)).astype(np.int32)
     values = data.gradient("normal", nnz, "float32", seed)
@@ -317,7 +317,7 @@ def packing(sources: Path, seed: int) -> None:
 
 
 def packing_of(sources: Path, seed: int, *kinds: tuple[ValueKind, str]) -> None:
-    """There and back, in some tiles of words; rounding; and bytes with indices too few and too many."""
+    """Pack and unpack some tiles, round, and refuse messages with too many or too few indices."""
     it, n, count = crowded(sources, seed), 2**21, 17_001  # 5 low bits
     runtime = it.backend.runtime
     for kind, shape in kinds:
@@ -335,22 +335,22 @@ def packing_of(sources: Path, seed: int, *kinds: tuple[ValueKind, str]) -> None:
 
 
 def dropping_zeros(sources: Path, seed: int) -> None:
-    """Zeros of several roundings, in some tiles."""
+    """Drop the zeros of several roundings, in some tiles."""
     it, n, count = crowded(sources, seed), 60_000, 2999
     values = gradient("huge range", count, "float32", seed)
     indices = np.sort(np.random.default_rng(seed).choice(n, count, replace=False)).astype(np.int32)
     entries = it.entries(*(guarded(it.backend.runtime, a) for a in (indices, values)), n)
     for _ in range(2):
-        found = it.backend.quantize(entries, packed.INT8)
+        results = it.backend.quantize(entries, packed.INT8)
         it.backend.runtime.check()
-        for ours, theirs in zip(
-            found, CpuBackend(1).quantize(SparseVector(indices, values, n), packed.INT8), strict=True
+        for result, expected in zip(
+            results, CpuBackend(1).quantize(SparseVector(indices, values, n), packed.INT8), strict=True
         ):
-            same(ours, (theirs.indices, theirs.values))
+            same(result, (expected.indices, expected.values))
 
 
 def packing_few_bits(sources: Path, seed: int) -> None:
-    """Also of a vector that is not finite, and with bits behind the last value."""
+    """Also with values that are not finite, and with bits behind the last value."""
     packing_of(sources, seed, (INT4, "spread"))
     it, n, count, kind = crowded(sources, seed, multiprocessors=3), 2**20, 333, INT4
     runtime, entries = it.backend.runtime, packed.entries_of("spread", count, n, kind, False, seed)
@@ -366,7 +366,7 @@ def packing_few_bits(sources: Path, seed: int) -> None:
 
 
 def damaged_messages(sources: Path, seed: int) -> None:
-    """Each is refused, or read within its bounds."""
+    """Each damaged message is refused or read within its bounds."""
     it, rng, n, count = crowded(sources, seed, multiprocessors=3), np.random.default_rng(seed), 60_000, 777
     for kind, shape in ((packed.EXACT, "spread"), (packed.INT8, "dense"), (INT4, "spread")):
         entries = packed.entries_of(shape, count, n, kind, False, seed)
@@ -376,11 +376,11 @@ def damaged_messages(sources: Path, seed: int) -> None:
             bad = bad if trial % 2 else message[:16] + rng.bytes(len(message) - 16)
             exact = np.array(np.frombuffer(bad, np.uint8))  # its end is the end of its memory
             try:
-                found = it.backend.unpack(exact, bad[:16], count, n, kind, False)
+                arrays = it.backend.unpack(exact, bad[:16], count, n, kind, False)
             except ValueError:
                 wrong += 1
             else:
-                assert [len(part) for part in found] == [count, count]
+                assert [len(part) for part in arrays] == [count, count]
             it.backend.runtime.check()
         assert wrong >= 12
 
@@ -395,7 +395,7 @@ def refused(backend: CudaBackend, message: bytes, count: int, n: int, kind: Valu
 
 
 def patches(sources: Path, seed: int) -> None:
-    """In some tiles, and with an end within a block; also of weights that they do not fit."""
+    """Several tiles that end within a block, and weights that do not fit the patch."""
     it = crowded(sources, seed, patch_threads=64)
     backends._thread_backends.backends._cuda[0] = it.backend
     runtime, device = it.backend.runtime, interop.Device("cuda", 0)
@@ -403,17 +403,17 @@ def patches(sources: Path, seed: int) -> None:
         old, layout = weights.elements(name, n, seed), weights.layout_of(name)
         new = weights.changed(name, old, density, seed + 1)
         new[1500:4000] = old[1500:4000]
-        held = [guarded(runtime, array) for array in (old, new)]
-        tensors = [weights.tensor_of(array.ctypes.data, array.nbytes, name, device, array) for array in held]
+        copies = [guarded(runtime, array) for array in (old, new)]
+        tensors = [weights.tensor_of(array.ctypes.data, array.nbytes, name, device, array) for array in copies]
         weights.check(patch_codec, name, old, new, *tensors)
         runtime.check()
-        np.testing.assert_array_equal(held[0], new)
+        np.testing.assert_array_equal(copies[0], new)
         coded = _codec.diff(*(weights.host_tensor(array, name) for array in (old, new)), layout)[0]
         other = guarded(runtime, weights.elements(name, n, seed + 2))
         tensor = weights.tensor_of(other.ctypes.data, other.nbytes, name, device, other)
         expected = _codec.locate(weights.host_tensor(np.array(other), name), layout, coded)
-        found = patch_codec.locate(tensor, layout, coded)
-        assert (found and found.after) == (expected and expected.after)
+        located = patch_codec.locate(tensor, layout, coded)
+        assert (located and located.after) == (expected and expected.after)
 
 
 def patches_of_pieces(sources: Path, seed: int) -> None:
@@ -429,9 +429,9 @@ def patches_of_pieces(sources: Path, seed: int) -> None:
     ]
     expected = _codec.diff(*(weights.host_tensor(array, name) for array in (old, new)), weights.layout_of(name))
     assert patch_codec.diff(*tensors, weights.layout_of(name)) == expected
-    found = patch_codec.locate(tensors[0], weights.layout_of(name), expected[0])
-    assert found is not None
-    assert found.after == expected[3]
+    located = patch_codec.locate(tensors[0], weights.layout_of(name), expected[0])
+    assert located is not None
+    assert located.after == expected[3]
 
 
 DRIVERS = (

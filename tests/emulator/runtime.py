@@ -1,4 +1,4 @@
-"""A CUDA device made of fibers: runs the shipped kernels, and the shipped launch code, on the CPU."""
+"""A CUDA device made of fibers, which runs the kernels and the launch code of the library on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ extern "C" unsigned threads_{name}() {{ return {threads}; }}
 
 
 class EmulatorError(RuntimeError):
-    """What a GPU would have done silently wrong."""
+    """A fault that a GPU would not report."""
 
 
 @dataclass
@@ -56,10 +56,10 @@ class Event:
 
 
 class EmulatedRuntime:
-    """`sparsecomm.backends.cuda.runtime.Runtime` without a GPU. Its arrays are NumPy's; what is launched has run.
+    """`sparsecomm.backends.cuda.runtime.Runtime` without a GPU, with NumPy arrays. Launches run at once.
 
     Attributes:
-        crowded: all blocks of a grid are resident; otherwise some are, and the others begin when those are done.
+        crowded: all blocks of a grid are resident; otherwise blocks wait for resident ones to end.
         flags: more options of the compiler.
     """
 
@@ -75,16 +75,16 @@ class EmulatedRuntime:
         self.launches: list[str] = []  # names, since the list was last cleared
         self._sources, self._flags = sources, [*self.flags, *flags]
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
-        self._guarded: list[tuple[Any, np.ndarray]] = []  # canaries, and weak holds on what they guard
+        self._guarded: list[tuple[Any, np.ndarray]] = []  # memory, and the canary behind it
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         key = file, name, definitions
         if key not in self._kernels:
             library = ctypes.CDLL(str(self._compiled(file, definitions)))
             parameters = next(parameters for _, kernel, parameters in self._declared(file) if kernel == name).split(",")
-            found = (ctypes.c_uint * 64)()
-            getattr(library, f"sizes_{name}")(found)
-            sizes = list(found)[: list(found).index(0)]
+            table = (ctypes.c_uint * 64)()
+            getattr(library, f"sizes_{name}")(table)
+            sizes = list(table)[: list(table).index(0)]
             names = [parameter.split()[-1].lstrip("*") for parameter in parameters]
             threads = getattr(library, f"threads_{name}")()
             self._kernels[key] = Kernel(
@@ -95,22 +95,22 @@ class EmulatedRuntime:
     def launcher(self, launches: Sequence[Launch]) -> Callable[[tuple[int, ...]], None]:
         def start(addresses: tuple[int, ...]) -> None:
             for kernel, blocks, threads, arguments in launches:
-                found = {name: _scalar(argument, addresses) for name, argument in arguments.items()}
-                self.launch(kernel, blocks, threads, found)
+                scalars = {name: _scalar(argument, addresses) for name, argument in arguments.items()}
+                self.launch(kernel, blocks, threads, scalars)
 
         return start
 
     def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]) -> None:
-        given = {name: argument.nbytes for name, argument in arguments.items()}
-        if list(given.items()) != list(kernel.sizes.items()):
-            raise TypeError(f"{kernel.name}: arguments of {given} bytes; expected {kernel.sizes}")
+        sizes = {name: argument.nbytes for name, argument in arguments.items()}
+        if list(sizes.items()) != list(kernel.sizes.items()):
+            raise TypeError(f"{kernel.name}: arguments of {sizes} bytes; expected {kernel.sizes}")
         if threads != kernel.threads or blocks < 1:
             raise ValueError(f"{kernel.name}: {blocks} blocks of {threads} threads; expected of {kernel.threads}")
-        held = [np.array(argument) for argument in arguments.values()]
-        pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
+        copies = [np.array(argument) for argument in arguments.values()]
+        pointers = (ctypes.c_void_p * len(copies))(*[a.ctypes.data for a in copies])
 
         def run() -> None:
-            assert held  # the pointers are to them
+            assert copies  # the pointers are to them
             error = ctypes.create_string_buffer(500)
             self.seed += 1
             resident = blocks if self.crowded else min(blocks, (4, 2, 40, 1)[self.seed % 4])
@@ -190,12 +190,12 @@ class EmulatedRuntime:
         }
 
     def _declared(self, file: str) -> list[tuple[str, str, str]]:
-        """Threads, name and parameters of each kernel of a module."""
+        """Return the threads, name and parameters of each kernel of a module."""
         texts = self._texts()
         return [match for name in _reached(file, texts) for match in _KERNEL.findall(texts[name])]
 
     def _compiled(self, file: str, definitions: tuple[str, ...]) -> Path:
-        """The module as a shared library, from ``build/emulated`` if it was made before."""
+        """Return the module as a shared library, which is cached in ``build/emulated``."""
         folder, texts = self._sources / "cuda", self._texts()
         program = f'#include "{file}"\n'
         program += "".join(_TRAILER.format(name=name, threads=threads) for threads, name, _ in self._declared(file))
@@ -205,23 +205,23 @@ class EmulatedRuntime:
         library = ROOT / "build" / "emulated" / f"{Path(file).stem}-{digest}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
-            made = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            temporary = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             where = [f"-I{folder}", f"-I{self._sources}", f"-I{HERE}"]
             compiler = os.environ.get("CXX", "g++")
             done = subprocess.run(
-                [compiler, *options, *where, "-x", "c++", "-", "-o", str(made)],
+                [compiler, *options, *where, "-x", "c++", "-", "-o", str(temporary)],
                 input=program,
                 text=True,
                 capture_output=True,
             )
             if done.returncode:
                 raise EmulatorError(f"{file} {definitions} does not compile:\n{done.stderr[:3000]}")
-            made.replace(library)
+            temporary.replace(library)
         return library
 
 
 def _scalar(argument: Any, addresses: tuple[int, ...]) -> np.generic:
-    """An argument of a `Launch`, of the type in which it is passed."""
+    """Return an argument of a `Launch` in the type in which it is passed."""
     if isinstance(argument, Moved):
         argument = addresses[argument.block] + argument.offset
     if isinstance(argument, bool):
@@ -230,11 +230,11 @@ def _scalar(argument: Any, addresses: tuple[int, ...]) -> np.generic:
 
 
 def _reached(file: str, texts: dict[str, str]) -> list[str]:
-    """The file, and what it includes."""
-    found, new = [], [file]
+    """Return the file and the files that it includes."""
+    reached, new = [], [file]
     while new:
         name = new.pop()
-        if name in texts and name not in found:
-            found.append(name)
+        if name in texts and name not in reached:
+            reached.append(name)
             new += _INCLUDE.findall(texts[name])
-    return found
+    return reached

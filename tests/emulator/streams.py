@@ -1,4 +1,4 @@
-"""Streams of work that runs late: only when the host waits, and then in any order that events allow."""
+"""Streams whose work runs when the host waits, in any order that events allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEGACY, PER_THREAD = 1, 2  # handles, as CUDA and DLPack number them
 
 
 class Event:
-    """The point that a stream had reached in what it was given."""
+    """A point in a stream: all operations enqueued so far."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream, self._position, self.graph = stream, stream.given, stream.graph
@@ -35,12 +35,12 @@ class Event:
         self._stream.streams.run_until(self)
 
     def done(self) -> bool:
-        """Some work may happen to run while the host asks."""
+        """Run some work at random first, and return whether the event was reached."""
         self._stream.streams.run_some()
         return self.reached
 
     def awaited(self) -> Stream:
-        """A stream whose first operation can run and brings this event nearer."""
+        """Return a stream whose first operation can run and must run before this event."""
         for event in self._stream.queue[0].after:
             if not event.reached:
                 return event.awaited()
@@ -54,13 +54,13 @@ class Operation:
 
 
 class Stream:
-    """A queue of operations, and the memory that they work in.
+    """A queue of operations, and a pool of memory.
 
     Attributes:
         handle: its number.
         blocking: the legacy default stream waits for it.
         pool: memory that was allocated while it was current.
-        given, done: how many operations so far.
+        given, done: numbers of operations enqueued and completed.
         graph: the work captured so far; ``None`` if the stream is not being captured.
     """
 
@@ -76,7 +76,7 @@ class Stream:
 
     def run_one(self) -> None:
         operation, collecting = self.queue.popleft(), gc.isenabled()
-        gc.disable()  # an object that is collected may wait for a stream, in the middle of this work
+        gc.disable()  # a finalizer might wait for a stream in the middle of this work
         try:
             if operation.work is not None:
                 operation.work()
@@ -87,9 +87,9 @@ class Stream:
 
 
 class Streams:
-    """All streams of a device, and with their memory all that work needs. What is chosen follows from the seed.
+    """All streams of a device. Random choices depend on the seed.
 
-    ``waits``: how often the host has waited.
+    ``waits``: the number of times the host has waited.
     """
 
     def __init__(self, seed: int) -> None:
@@ -103,17 +103,17 @@ class Streams:
 
     def new(self, handle: int | None = None, *, blocking: bool = False) -> Stream:
         with self._lock:
-            made = Stream(self, handle or 0x1000 + 0x10 * len(self._streams), blocking)
-            self._streams.append(made)
-            return made
+            stream = Stream(self, handle or 0x1000 + 0x10 * len(self._streams), blocking)
+            self._streams.append(stream)
+            return stream
 
     def of(self, handle: int) -> Stream:
         return next(stream for stream in self._streams if stream.handle == handle)
 
     def give(self, stream: Stream, work: Callable[[], object] | None, after: Sequence[Event] = ()) -> None:
-        """Let ``work`` run after what the stream was given before, and after events.
+        """Enqueue ``work`` after the stream's earlier work and after events.
 
-        What the legacy default stream is given waits for all blocking streams, and these for it.
+        The legacy default stream waits for all blocking streams, and these wait for it.
         """
         with self._lock:
             if stream is self.legacy:
@@ -129,7 +129,7 @@ class Streams:
             stream.given += 1
 
     def run_until(self, event: Event) -> None:
-        """Run what must run before the event; and one stream that need not at times, never, or as far as it can."""
+        """Run all work that the event needs, and at random also work of one other stream."""
         with self._lock:
             other, preference = self._random.choice(self._streams), self._random.choice((0.0, 0.5, 1.0))
             while not event.reached:
@@ -151,7 +151,7 @@ class Streams:
             self.run_until(Event(stream))
 
     def hold(self, memory: object) -> None:
-        """Keep memory that is not the device's until no work is left, which may use it by its address."""
+        """Keep host memory until no work is left, which may use it by its address."""
         self._held.append(memory)
 
     def _let_go(self) -> None:
@@ -163,7 +163,7 @@ _devices: list[ref[Streams]] = []
 
 
 def hold_while_busy(memory: object) -> None:
-    """Keep memory, as `Streams.hold` does, on behalf of every device."""
+    """Keep memory, as `Streams.hold` does, for every device."""
     for device in _devices.copy():
         streams = device()
         if streams is not None:

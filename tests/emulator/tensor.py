@@ -1,4 +1,4 @@
-"""Tensors that say that they are on a CUDA device. Their memory is NumPy's, where the emulated device's is."""
+"""NumPy arrays that claim to be on a CUDA device; the emulated device works in host memory, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CudaTensor:
     """Exports ``array`` by DLPack as memory of a CUDA device."""
 
     def __init__(self, array: np.ndarray, *, device: int = 0, kind: int = CUDA, owner: object = None) -> None:
-        """``owner`` keeps its memory, if the array does not."""
+        """``owner``: keeps the memory, if the array does not."""
         self.array, self._device, self._owner = array, (kind, device), owner
         self.streams: list[int | None] = []  # that importers asked for
 
@@ -41,7 +41,7 @@ class CudaTensor:
 
 
 class _Loan:
-    """Memory that was lent. When it is given back, work on it may not have run: no device of ours may lose it."""
+    """Exported memory. When it is released, work on it may not have run, so busy devices keep it."""
 
     def __init__(self, array: np.ndarray, owner: object) -> None:
         self._array, self._owner = array, owner

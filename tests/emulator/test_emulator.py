@@ -1,4 +1,4 @@
-"""What a GPU would do silently wrong, the emulator reports: kernels that are wrong on purpose (faults.cu)."""
+"""The emulator reports faults that a GPU would not, in kernels that are wrong on purpose (faults.cu)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.processes import LIMIT
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped kernels, and the wrong ones beside them."""
+    """Return a folder with the library's kernels and the wrong ones."""
     folder = tmp_path_factory.mktemp("sources") / "kernels"
     shutil.copytree(ROOT / "kernels", folder)
     shutil.copy(HERE / "faults.cu", folder / "cuda")
@@ -82,7 +82,7 @@ def test_shared_memory_and_arrays_begin_as_poison(runtime: EmulatedRuntime) -> N
 
 
 def order(seed: int, *streams: int | None) -> str:
-    """Return the order in which work runs that streams are given in turn; None: a new stream."""
+    """Return the order in which operations of streams run, enqueued one after another; None: a new stream."""
     runtime, ran = DeferredRuntime(seed=seed), list[str]()
     for name, stream in zip("abc", streams, strict=False):
         before = runtime.make_current(runtime.new_stream() if stream is None else stream)
@@ -102,7 +102,7 @@ def test_the_legacy_stream_waits_for_blocking_streams_and_they_for_it() -> None:
 
 
 def sanitized(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in a process of its own, into which AddressSanitizer is loaded first."""
+    """Run a Python program in a process with AddressSanitizer."""
     compiler = os.environ.get("CXX", "g++")
     library = subprocess.run([compiler, "-print-file-name=libasan.so"], text=True, capture_output=True).stdout.strip()
     if not Path(library).is_absolute():

@@ -1,6 +1,6 @@
-"""Faults planted into the kernels, one at a time: each must be seen when they run on the emulator.
+"""Faults planted into the kernels, one at a time: the emulator must detect each of them.
 
-This tests the tests. What the emulator and a few short vectors do not see here, they would not see in a later change.
+This tests the tests: a fault that they miss here, they would also miss in a later change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.thinning import one_in
 
 
 class Fault(NamedTuple):
-    """``old`` becomes ``new`` in one place of the file: the ``at``-th. One driver must notice."""
+    """Replaces the occurrence number ``at`` of ``old`` in a file with ``new``. ``driver`` must fail."""
 
     name: str
     file: str
@@ -265,7 +265,7 @@ FAULTS = [
 
 
 def planted(fault: Fault, folder: Path) -> Path:
-    """The shipped kernels, with a fault."""
+    """Return a folder with the library's kernels and a fault."""
     shutil.copytree(ROOT / "kernels", folder)
     file = folder / "cuda" / fault.file
     parts = file.read_text().split(fault.old)
@@ -286,7 +286,7 @@ def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.C
 def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
     try:
         done = driven(planted(fault, tmp_path / "kernels"), fault.driver)
-    except subprocess.TimeoutExpired:  # some write anywhere, and then end by a signal or not at all
+    except subprocess.TimeoutExpired:  # a fault may also hang
         return
     print(done.stdout)
     assert done.returncode == CAUGHT or done.returncode < 0, (done.returncode, done.stdout, done.stderr)
@@ -296,7 +296,7 @@ def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
 def test_no_part_is_read_again_at_the_densities_in_use(
     driver: Callable[[Path, int], None], expected: int, tmp_path: Path
 ) -> None:
-    """The kernels stop at a part that is read again. At density 0.5 there is one, so they would notice."""
+    """A kernel that reads a part again fails here. At density 0.5 one does, which shows that the check works."""
     again = "if (count > stored && base + stored < capacity) {"
     fault = Fault("", "filter.cuh", again, f'{again} emulator::fail("read again");', driver)
     done = driven(planted(fault, tmp_path / "kernels"), driver)

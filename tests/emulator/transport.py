@@ -1,4 +1,4 @@
-"""Simulated ranks whose transport moves bytes as MPI does: whenever it may, and heedless of streams."""
+"""Simulated ranks whose transport moves bytes as MPI does: at any allowed time, without regard to streams."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NO_LIMIT = 2**40
 
 
 class CarelessTransport(Transport):
-    """A rank of a simulated transport, which only carries the numbers of messages that are lying in memory.
+    """A simulated rank. Messages stay in memory, and the simulated transport sends only their numbers.
 
-    A message is read when it is sent, when it is received or when the sender waits, as the seed has it. It is written
-    where it is received at once: into memory of the device while streams may still work on it, if nobody has waited.
+    Depending on the seed, a message is read when it is sent, when it is received, or when the sender waits. The
+    receiver writes it at once, even into device memory that streams still use, unless it has waited.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class CarelessTransport(Transport):
         """Wrap a rank.
 
         Args:
-            ranks: the simulated rank.
+            transport: the simulated rank.
             messages: common to all ranks.
-            device_memory: whether it takes memory of the device.
-            limit: bytes in one piece of a message.
+            device_memory: whether it accepts device memory.
+            limit: maximum bytes of a piece of a message.
         """
         self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
         self.node_of_rank, self.num_nodes, self.library = transport.node_of_rank, transport.num_nodes, transport.library
@@ -49,7 +49,7 @@ class CarelessTransport(Transport):
 
     @classmethod
     def wrapping(cls, program: Callable[[Any], Any], **options: Any) -> Callable[[SimulatedTransport], Any]:
-        """Return what makes the program's ranks such, for `sparsecomm.transport.simulated.run`."""
+        """Return a program for `sparsecomm.transport.simulated.run` whose ranks are of this class."""
         messages: dict[int, _Sending] = {}
         return lambda transport: program(cls(transport, messages, **options))
 
@@ -109,17 +109,17 @@ class CarelessTransport(Transport):
 
 
 class _Sending(Request):
-    """A message under way."""
+    """A message in flight."""
 
     request: Request
 
     def __init__(self, data: Any) -> None:
         self._data = data
-        self.pieces: list[tuple[int, int]] = []  # where each begins and ends
+        self.pieces: list[tuple[int, int]] = []  # begin and end of each piece
         self._read: dict[int, np.ndarray] = {}
 
     def read(self, number: int) -> np.ndarray:
-        """Return a piece, as it was when it was read first."""
+        """Return a piece as it was at the first read."""
         if number not in self._read:
             begin, end = self.pieces[number]
             self._read[number] = _bytes_of(self._data)[begin:end].copy()

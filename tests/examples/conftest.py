@@ -1,4 +1,4 @@
-"""A Python process with the imports of the examples, which runs them in forks: imports take longer than most runs."""
+"""A Python process that imports what the examples need once and runs them in forks, since imports take so long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.processes import ENVIRONMENT, LIMIT, free_port
 SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "190"}
 SETTINGS |= {"HF_HUB_OFFLINE": "1"}
 Run = Callable[..., tuple[int, str]]
-# Forks the children of each line; they run a file, or the words after "-c" or "-m". Answers in a line.
+# For each line of stdin, forks ranks that run a file or the arguments of "-c" or "-m", and prints the worst status.
 SERVER = """
 import json, os, runpy, sys, time, traceback
 
@@ -62,7 +62,7 @@ for line in sys.stdin:
                 children.remove(child)
                 status = os.waitstatus_to_exitcode(status)
                 worst = max(worst, abs(status))
-                if status > 0:  # the others may have something to say about it
+                if status > 0:  # leave the other ranks time to print errors
                     end = min(end, time.monotonic() + 5)
         if time.monotonic() > end:
             for child in children:
@@ -77,9 +77,9 @@ for line in sys.stdin:
 def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Return a function that runs a file, or ``-c`` or ``-m``, with words: ``run(*words, ranks=0, **variables)``.
 
-    Ranks have the variables of torchrun; a process that is not a rank has none. The function returns the exit status, 0
-    if all succeeded, or otherwise the largest one or number of a signal, and the output of all. If a rank fails, those
-    that have not ended after some seconds are killed. The module's ``IMPORTS`` are imported already.
+    Ranks have the variables of torchrun; with ``ranks=0`` one process runs without them. The function returns the
+    output of all ranks, and 0 or the largest exit status or signal number. Some seconds after a rank fails, the other
+    ranks are killed. The module's ``IMPORTS`` are imported already.
     """
     packages = [name for name in request.module.IMPORTS if find_spec(name.partition(".")[0])]
     command, pipe = [sys.executable, "-c", SERVER, *packages], subprocess.PIPE
@@ -92,9 +92,10 @@ def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)) | {"GROUP_RANK": "0"}
             with free_port() as port:
                 of_all = sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-                each = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all, **variables} for rank in range(ranks)]
+                numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+                per_rank = [number | of_all | variables for number in numbers]
                 said.write_text("")
-                job = str(said), LIMIT, list(map(str, words)), each or [variables]
+                job = str(said), LIMIT, list(map(str, words)), per_rank or [variables]
                 print(json.dumps(job), file=server.stdin, flush=True)
                 return int(server.stdout.readline()), said.read_text()
 

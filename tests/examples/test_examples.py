@@ -22,7 +22,7 @@ SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
 def run(*command: str, ends_well: bool = True) -> str:
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0 or not ends_well, ran.stdout + ran.stderr
-    return re.sub(r"\x1b\[[\d;?]*\w", "", ran.stdout)  # mpirun gives its ranks a terminal, so there are colours
+    return re.sub(r"\x1b\[[\d;?]*\w", "", ran.stdout)  # mpirun gives its ranks a terminal, so they print colours
 
 
 @needs_mpirun
@@ -34,10 +34,10 @@ def test_digits(tmp_path: Path) -> None:
         str(MPIRUN), "-n", "2", sys.executable, str(ROOT / "examples/digits.py"), "--epochs", "15", "--plot", str(plot)
     )
     pattern = r"^([\w-]+) +test accuracy ([\d.]+)%, sent per rank .* \(([\d.]+)% of dense\)"
-    found = re.findall(pattern, output, re.MULTILINE)
-    assert [name for name, *_ in found] == ["Dense", "Top-k", "gTop-k"]
-    assert min(float(accuracy) for _, accuracy, _ in found) > 85
-    assert [float(fraction) < 5 for *_, fraction in found] == [False, True, True]
+    methods = re.findall(pattern, output, re.MULTILINE)
+    assert [name for name, *_ in methods] == ["Dense", "Top-k", "gTop-k"]
+    assert min(float(accuracy) for _, accuracy, _ in methods) > 85
+    assert [float(fraction) < 5 for *_, fraction in methods] == [False, True, True]
     assert "sc.sparse_allreduce(gradient, 0.01" in output
     assert str(plot) in output
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -90,8 +90,8 @@ def test_lost_rank() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with free_port() as found:
-        yield found
+    with free_port() as number:
+        yield number
 
 
 def listens(port: int) -> bool:

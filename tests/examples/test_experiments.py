@@ -1,4 +1,4 @@
-"""The experiments: models learn, NumPy's rules are the library's, and tables show the results in the files."""
+"""The experiments: models learn, NumPy's rules agree with the library, and tables show the results in the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.processes import ROOT, mpirun, needs_survivors, run_python
 IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress", "sparsecomm"
 CONVERGENCE = "-m", "bench.experiments.convergence"
 GRID = ["--seeds", "2", "--steps", "30", "--densities", "0.1", "--methods", "dense", "butterfly"]
-# Of the loss after the first step, what may be left at the end; the digits begin slowly.
+# The largest final loss, as a fraction of the loss after the first step. The digits begin slowly.
 LEARNT = {"digits": 0.995, "text": 0.72}
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -36,26 +36,26 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
 
 
-def test_sparse_training_learns_and_tables_and_a_plot_show_them(forks: Run, tmp_path: Path) -> None:
+def test_sparse_runs_learn_and_tables_and_a_plot_show_them(forks: Run, tmp_path: Path) -> None:
     status, said = forks(*CONVERGENCE, "--simulated", 2, *GRID, "--out", tmp_path / "all")
     assert status == 0, said
     names = "model", "ranks", "method", "density", "seed"
-    found = {
+    curves = {
         tuple(training["setting"][name] for name in names): training["curve"]
         for training in json.loads((tmp_path / "all.json").read_text())["trainings"]
     }
-    assert len(found) == 2 * 2 * 2
-    for (model, ranks, method, _, seed), curve in found.items():
+    assert len(curves) == 2 * 2 * 2
+    for (model, ranks, method, _, seed), curve in curves.items():
         assert curve["losses"][-1] < curve["losses"][0] * LEARNT[model], (model, method)
         assert all(a < b for a, b in pairwise(curve["sent"]))
         if method != "dense":
-            dense = found[model, ranks, "dense", 1.0, seed]
+            dense = curves[model, ranks, "dense", 1.0, seed]
             assert curve["losses"][0] == pytest.approx(dense["losses"][0], rel=0.1)  # from the same weights
             assert curve["sent"][-1] < 0.2 * dense["sent"][-1]
     shown = rows((tmp_path / "all.txt").read_text())[:4]
     for model, P, _, name, density, seeds, score, *_ in shown:
         method, kind = ("dense" if name == "Dense" else "butterfly"), ("accuracy" if model == "digits" else "loss")
-        scores = [found[model, int(P), method, float(density), seed][kind] for seed in range(int(seeds))]
+        scores = [curves[model, int(P), method, float(density), seed][kind] for seed in range(int(seeds))]
         expected = [np.mean(scores), min(scores), max(scores)]
         assert list(map(float, re.findall(r"[\d.]+", score))) == pytest.approx(expected, abs=0.06)
     assert (tmp_path / "all-bytes-2.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -64,24 +64,24 @@ def test_sparse_training_learns_and_tables_and_a_plot_show_them(forks: Run, tmp_
     assert rows((tmp_path / "again.txt").read_text()) == rows((tmp_path / "all.txt").read_text())
 
 
-def test_the_rules_of_error_feedback_are_the_librarys(forks: Run) -> None:
+def test_the_rules_of_error_feedback_agree_with_the_library(forks: Run) -> None:
     """The losses of 20 steps agree, except for the rounding order of sums."""
     program = """
 from bench.experiments.ablation import Variant, train
 from bench.experiments.convergence.training import Setting, simulate
-for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "split", "split"),
-                            ("digits", "topk", "allgather"), ("text", "split", "split")):
-    plain = train(Variant(model=model, ranks=4, method=ours, density=0.01, steps=20, momentum=0.5, decay=0.9))
-    library = simulate(Setting(model, 4, theirs, 0.01, 0, 20, 0.5, decay=0.9))
+for model, method, algorithm in (("digits", "butterfly", "butterfly"), ("digits", "split", "split"),
+                                ("digits", "topk", "allgather"), ("text", "split", "split")):
+    plain = train(Variant(model=model, ranks=4, method=method, density=0.01, steps=20, momentum=0.5, decay=0.9))
+    library = simulate(Setting(model, 4, algorithm, 0.01, 0, 20, 0.5, decay=0.9))
     print(plain["loss"], library.loss)
 """
     pairs = [tuple(map(float, line.split())) for line in ran(forks, program).splitlines()]
     assert len(pairs) == 4
     for plain, library in pairs:
-        assert plain == pytest.approx(library, rel=3e-5)  # with another masking it would not be
+        assert plain == pytest.approx(library, rel=3e-5)  # another masking would give another loss
 
 
-def test_the_rules_of_local_steps_are_the_librarys(forks: Run) -> None:
+def test_the_rules_of_local_steps_agree_with_the_library(forks: Run) -> None:
     """Means and residuals of some rounds agree, except for the rounding order of sums."""
     program = """
 import numpy as np
@@ -96,7 +96,7 @@ ends = np.cumsum([0, *SIZES.values()])
 for method in ("dense", "allgather", "split"):
     for op in ("mean", "contributors"):
         ranks = Ranks(Rule(ranks=P, method=method, bits=32, op=op), list(SIZES.values()))
-        plain = [ranks.step(each) for each in deltas]
+        plain = [ranks.step(delta) for delta in deltas]
 
         def program(comm):
             local = sc.LocalSteps(
@@ -105,43 +105,43 @@ for method in ("dense", "allgather", "split"):
                 decay=1.0 if method == "dense" else 0.95, density=1.0 if method == "dense" else 64 / CHUNK,
                 op="mean" if op == "mean" or method == "dense" else "mean_of_contributors",
             )
-            found = []
-            for each in deltas[:, comm.rank]:
+            means = []
+            for delta in deltas[:, comm.rank]:
                 before = {name: array.copy() for name, array in local.global_parameters().items()}
-                moved = {name: before[name] - each[b:e] for name, b, e in zip(SIZES, ends, ends[1:])}
+                moved = {name: before[name] - delta[b:e] for name, b, e in zip(SIZES, ends, ends[1:])}
                 local.step(moved)
-                found.append(np.concatenate([before[name] - moved[name] for name in SIZES]))
-            return found
+                means.append(np.concatenate([before[name] - moved[name] for name in SIZES]))
+            return means
 
-        for theirs in simulated.run(P, program):
-            for mine, its in zip(plain, theirs.value):
-                np.testing.assert_allclose(its, mine, atol=2e-6)
-                assert np.count_nonzero(mine) > 300
+        for result in simulated.run(P, program):
+            for expected, mean in zip(plain, result.value):
+                np.testing.assert_allclose(mean, expected, atol=2e-6)
+                assert np.count_nonzero(expected) > 300
 print("alike")
 """
     assert ran(forks, program).strip() == "alike"
 
 
 def test_local_steps_by_speed() -> None:
-    """They are as many in all, in less time, and no rank waits."""
+    """The ranks make as many steps in total, in less time, and no rank waits."""
     options = ["--speeds", "1", "1", "2", "--sync-every", "5", "--steps", "10", "--seeds", "0"]
     status, said = run_python("-m", "bench.experiments.local_steps_uneven", *options)
     assert status == 0, said
-    found = {name: cells for name, *cells in rows(said)}
-    assert {name: cells[:4] for name, cells in found.items()} == {
+    cells_by_name = {name: cells for name, *cells in rows(said)}
+    assert {name: cells[:4] for name, cells in cells_by_name.items()} == {
         "equally many": ["10 10 10", "30", "20", "66.7 %"],
         "by speed": ["11 11 8", "30", "16", "79.2 %"],  # 5 5 5 in the first round, then 6 6 3
     }
-    assert all(2 < float(cells[4]) < 5 for cells in found.values())
+    assert all(2 < float(cells[4]) < 5 for cells in cells_by_name.values())
 
 
 @needs_survivors
-def test_local_steps_go_on_when_a_rank_is_lost_and_replaced() -> None:
+def test_local_steps_continue_when_a_rank_is_lost_and_replaced() -> None:
     """The exit status after a death depends on Open MPI's MPI_Finalize, and is not checked."""
     _, said = mpirun(4, str(ROOT / "examples/lost_worker.py"), "--lose", options=("--with-ft", "ulfm"))
-    kept = re.findall(r"^rank [012]: the survivors have lost nothing: .* comes ([\d.]+) s", said, re.MULTILINE)
-    assert len(kept) == 3, said
-    assert max(map(float, kept)) < 2, said
+    seconds = re.findall(r"^rank [012]: the survivors have lost nothing: .* comes ([\d.]+) s", said, re.MULTILINE)
+    assert len(seconds) == 3, said
+    assert max(map(float, seconds)) < 2, said
     assert len(re.findall(r"^rank \d: 3 ranks continue with round 9; lost: rank 1", said, re.MULTILINE)) == 3, said
     assert len(re.findall(r"^rank \d: 4 ranks continue with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
     pattern = r"^rank \d: of 4: 24 rounds, accuracy ([\d.]+)%, global parameters (\w+); sent ([\d.]+) kB .* (\d+) kB"

@@ -48,11 +48,11 @@ def needs(*packages: str) -> None:
 
 def reports(said: str, ranks: int, runs: int = 1) -> list[list[Report]]:
     """Return the final output of all ranks of each run."""
-    found: dict[int, list[Report]] = defaultdict(list)
+    by_rank: dict[int, list[Report]] = defaultdict(list)
     for r, a, n, s, d, w in LINE.findall(said):
-        found[int(r)].append(Report(float(a), int(n), int(s), int(d), w))
-    assert {rank: len(each) for rank, each in found.items()} == dict.fromkeys(range(ranks), runs), said
-    return [[found[rank][run] for rank in range(ranks)] for run in range(runs)]
+        by_rank[int(r)].append(Report(float(a), int(n), int(s), int(d), w))
+    assert {rank: len(of_rank) for rank, of_rank in by_rank.items()} == dict.fromkeys(range(ranks), runs), said
+    return [[by_rank[rank][run] for rank in range(ranks)] for run in range(runs)]
 
 
 def run(forks: Run, recipe: str, folder: Path, epochs: int, ranks: int = RANKS, *options: str) -> list[Report]:
@@ -61,13 +61,13 @@ def run(forks: Run, recipe: str, folder: Path, epochs: int, ranks: int = RANKS, 
     return reports(said, ranks or RANKS)[0]
 
 
-def check(whole: list[Report], resumed: list[Report]) -> None:
-    """Check that a complete training and one resumed after the first epoch end with equal weights on all ranks."""
-    for report in whole + resumed:
+def check(complete: list[Report], resumed: list[Report]) -> None:
+    """Check that a complete run and one that resumed after the first epoch end with equal weights on all ranks."""
+    for report in complete + resumed:
         assert report.accuracy > 60  # chance is 10
         assert 0 < report.sent < 0.05 * report.dense
-        assert report.weights == whole[0].weights
-    assert [report.steps * (EPOCHS - 1) for report in whole] == [report.steps * EPOCHS for report in resumed]
+        assert report.weights == complete[0].weights
+    assert [report.steps * (EPOCHS - 1) for report in complete] == [report.steps * EPOCHS for report in resumed]
 
 
 def forget_later_folders(folder: Path, _: Run) -> None:
@@ -113,9 +113,9 @@ def test_recipe(
 ) -> None:
     needs("torch", "sklearn", package, *["accelerate"] * (package == "transformers"))
     first = 0 if recipe == "lightning_ddp" else RANKS  # Lightning starts its other ranks itself
-    whole = run(forks, recipe, tmp_path / recipe, EPOCHS, first, *options)
+    complete = run(forks, recipe, tmp_path / recipe, EPOCHS, first, *options)
     go_back(tmp_path / recipe, forks)
-    check(whole, run(forks, recipe, tmp_path / recipe, EPOCHS, RANKS, *options))
+    check(complete, run(forks, recipe, tmp_path / recipe, EPOCHS, RANKS, *options))
 
 
 SEVERAL = """
@@ -129,14 +129,14 @@ for folder, epochs in zip(words[::2], words[1::2]):
 
 @pytest.mark.slow
 def test_recipe_over_mpi(tmp_path: Path) -> None:
-    """Three runs in one process, since imports take longer than the training."""
+    """Three runs share one process, since imports take longer than the runs."""
     needs("torch", "sklearn")
     runs = [(tmp_path / "whole", EPOCHS), (tmp_path / "again", 1), (tmp_path / "again", EPOCHS)]
-    words = [str(word) for each in runs for word in each]
+    words = [str(word) for arguments in runs for word in arguments]
     status, said = mpirun(RANKS, "-c", SEVERAL, str(ROOT / "examples/torch_optimizer.py"), *words)
     assert status == 0, said
-    whole, _, resumed = reports(said, RANKS, len(runs))
-    check(whole, resumed)
+    complete, _, resumed = reports(said, RANKS, len(runs))
+    check(complete, resumed)
 
 
 TRANSFORMER = [str(ROOT / "examples/transformer.py"), "--steps=10", "--save-every=2"]
@@ -155,7 +155,7 @@ def transformer(forks: Run, folder: Path, *options: str) -> str:
 @pytest.mark.slow
 def test_a_killed_transformer_resumes_bit_for_bit(tmp_path: Path, forks: Run) -> None:
     needs("torch")
-    whole, folder = transformer(forks, tmp_path / "whole"), tmp_path / "killed"
+    complete, folder = transformer(forks, tmp_path / "whole"), tmp_path / "killed"
     with free_port() as port:
         settings = ENVIRONMENT | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
         settings |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0"}
@@ -165,27 +165,27 @@ def test_a_killed_transformer_resumes_bit_for_bit(tmp_path: Path, forks: Run) ->
         for job in jobs:
             job.kill()
         assert [job.wait() for job in jobs] == [-signal.SIGKILL] * RANKS
-    assert transformer(forks, folder) == whole
-    assert transformer(forks, tmp_path / "dense", "--dense") != whole
+    assert transformer(forks, folder) == complete
+    assert transformer(forks, tmp_path / "dense", "--dense") != complete
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", "torch_optimizer"])
-def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path, forks: Run) -> None:
-    """All ranks resume, including one without a checkpoint of its own, and none waits for the others."""
+def test_recipe_resumes_at_another_world_size(recipe: str, tmp_path: Path, forks: Run) -> None:
+    """All ranks resume, including one that has saved no checkpoint."""
     needs("torch", "sklearn")
     steps = {}
     for epochs, ranks in enumerate((2, 3, 1), 1):
         if recipe == "torch_optimizer":
             script = str(ROOT / f"examples/{recipe}.py")
             _, said = mpirun(ranks, script, "--epochs", str(epochs), "--folder", str(tmp_path / "run"))
-            (found,) = reports(said, ranks)
+            (final,) = reports(said, ranks)
         else:
-            found = run(forks, recipe, tmp_path / "run", epochs, ranks)
-        assert len({report.weights for report in found}) == 1
-        assert found[0].accuracy > 12 * epochs  # chance is 10
-        steps[ranks] = found[0].steps
+            final = run(forks, recipe, tmp_path / "run", epochs, ranks)
+        assert len({report.weights for report in final}) == 1
+        assert final[0].accuracy > 12 * epochs  # chance is 10
+        steps[ranks] = final[0].steps
     assert steps[1] > steps[2] > steps[3] > 0  # of one epoch each
 
 
@@ -197,7 +197,7 @@ def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
     """Two replicas of two shards, with and without local steps, resume from their checkpoints."""
     needs("torch", "sklearn")
     for epochs in (1, EPOCHS):
-        found = run(forks, "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
-        assert len({report.weights for report in found}) == 1
-        assert all(0 < report.sent < 0.05 * report.dense for report in found)
-    assert found[0].accuracy > 60
+        final = run(forks, "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
+        assert len({report.weights for report in final}) == 1
+        assert all(0 < report.sent < 0.05 * report.dense for report in final)
+    assert final[0].accuracy > 60

@@ -1,4 +1,4 @@
-"""A step of JAX under jit whose arrays are on a GPU, on every rank: see `test_training.py`."""
+"""Steps of JAX under jit with arrays on a GPU, run by each rank: see `test_training.py`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def main() -> None:
     for optimizer in (sparse, optax.chain(sc.jax.sparsify(0.1, comm=comm), optax.sgd(0.1))):
         digests = comm.allgather(hashlib.sha256(trained(optimizer, parameters, comm.rank)).hexdigest())
         assert len(set(digests)) == 1, "the weights of ranks differ"
-    # A step with all entries is the mean of the steps that ranks would make alone.
+    # A step at density 1.0 is the mean of the steps that ranks would make alone.
     alone = comm.allgather(trained(optax.sgd(0.1), parameters, comm.rank, 1))
-    mean = np.mean([np.frombuffer(each, np.float32) for each in alone], axis=0)
-    ours = np.frombuffer(trained(sparse, parameters, comm.rank, 1), np.float32)
-    np.testing.assert_allclose(ours, mean, rtol=1e-5, atol=1e-6)
+    mean = np.mean([np.frombuffer(weights, np.float32) for weights in alone], axis=0)
+    together = np.frombuffer(trained(sparse, parameters, comm.rank, 1), np.float32)
+    np.testing.assert_allclose(together, mean, rtol=1e-5, atol=1e-6)
     print(f"rank {comm.rank}: a step under jit", flush=True)
 
 
 def trained(optimizer: Any, parameters: Any, rank: int, steps: int = 10) -> bytes:
-    """The bytes of the weights after some steps on data of that rank."""
+    """Return the bytes of the weights after some steps on the data of ``rank``."""
     state = optimizer.init(parameters)
 
     def loss(parameters: Any, x: Any) -> Any:

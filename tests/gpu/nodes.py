@@ -20,17 +20,17 @@ def nccl() -> None:
 
     from sparsecomm.transport.process_group.collectives import collectives_of
 
-    found = collectives_of(dist.group.WORLD, [0])  # type: ignore[arg-type]
+    collectives = collectives_of(dist.group.WORLD, [0])  # type: ignore[arg-type]
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        whole = cupy.arange(1 << 20, dtype=cupy.float32)
+        total = cupy.arange(1 << 20, dtype=cupy.float32)
         for _ in range(50):  # later work on the stream must wait for the collective
-            own, again = cupy.zeros_like(whole), cupy.zeros_like(whole)
-            whole += 1
-            found.reduce_scatter(whole, own)
+            own, again = cupy.zeros_like(total), cupy.zeros_like(total)
+            total += 1
+            collectives.reduce_scatter(total, own)
             own *= 2
-            found.all_gather(own, again)
-            again -= 2 * whole
+            collectives.all_gather(own, again)
+            again -= 2 * total
             assert not again.any()
 
 

@@ -27,7 +27,7 @@ RESIDUALS = [(x, r) for x in data.DTYPES for r in (None, x)] + [("float16", "flo
 
 
 def put(array: np.ndarray, library: str = "cupy") -> Any:
-    """A copy on the device."""
+    """Return a copy on the device."""
     if array.dtype.name == "bfloat16" or library == "torch":
         torch = pytest.importorskip("torch")
         if array.dtype.name == "bfloat16":
@@ -40,7 +40,7 @@ def put(array: np.ndarray, library: str = "cupy") -> Any:
 
 
 def fetch(tensor: Any, like: np.ndarray) -> np.ndarray:
-    """Back to the host."""
+    """Return a copy on the host."""
     if isinstance(tensor, cupy.ndarray):
         return tensor.get()
     import torch
@@ -49,15 +49,15 @@ def fetch(tensor: Any, like: np.ndarray) -> np.ndarray:
     return host.view(torch.int16).numpy().view(like.dtype) if like.dtype.name == "bfloat16" else host.numpy()
 
 
-def same(found: sc.SparseVector, expected: sc.SparseVector) -> None:
-    assert isinstance(found.indices, cupy.ndarray)
-    np.testing.assert_array_equal(found.indices.get(), expected.indices)
-    assert data.same_bits(found.values.get(), expected.values)
-    assert found.shape == expected.shape
+def same(actual: sc.SparseVector, expected: sc.SparseVector) -> None:
+    assert isinstance(actual.indices, cupy.ndarray)
+    np.testing.assert_array_equal(actual.indices.get(), expected.indices)
+    assert data.same_bits(actual.values.get(), expected.values)
+    assert actual.shape == expected.shape
 
 
 def same_numbers(a: np.ndarray, b: np.ndarray) -> None:
-    """To the bit, but for the payload of NaN."""
+    """Compare all bits except the payload of NaN."""
     np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
 
 
@@ -72,8 +72,8 @@ def test_selection(kind: str, dtype: str, residual_dtype: str | None) -> None:
                 continue
             r = data.gradient(kind, n, residual_dtype, 2)
             there = put(r)
-            found, expected = sc.topk(put(x), k, residual=there), sc.topk(x, k, residual=r)
-            same(found, expected)
+            entries, expected = sc.topk(put(x), k, residual=there), sc.topk(x, k, residual=r)
+            same(entries, expected)
             same_numbers(fetch(there, r), r)
         for k, chunk in ((2, 64), (64, 4096), (300, 1000), (500, 20_000)):
             if residual_dtype is None:
@@ -92,10 +92,10 @@ def test_selection(kind: str, dtype: str, residual_dtype: str | None) -> None:
 def test_merging(dtype: str, kind: str) -> None:
     for n in (1000, 100_000, 5_000_000):
         xs = [data.gradient(kind, n, dtype, seed) for seed in range(4)]
-        ours, theirs = ([sc.topk(p(x), 0.01) for x in xs] for p in (put, lambda x: x))
+        on_device, on_host = ([sc.topk(p(x), 0.01) for x in xs] for p in (put, lambda x: x))
         for k in (1, max(1, n // 100), n):
-            a, b = ours[0], theirs[0]
-            for here, there in zip(ours[1:], theirs[1:], strict=True):
+            a, b = on_device[0], on_host[0]
+            for here, there in zip(on_device[1:], on_host[1:], strict=True):
                 a, b = sc.merge_topk(a, here, k), sc.merge_topk(b, there, k)
             same(a, b)
 
@@ -108,7 +108,7 @@ CARRIED = [(d, w) for d in data.DTYPES for w in WIRES if d != "float64" or WIRES
 @pytest.mark.parametrize(("dtype", "wire"), CARRIED)
 def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None:
     options = {"algorithm": algorithm, "wire": wire}
-    of_ranges = algorithm in ("dense", "double")  # which do not select by chunk
+    of_ranges = algorithm in ("dense", "double")  # these do not select by chunk
     k, by_chunk = (10, {"chunk": 1000, "decay": 0.95}) if mixed and not of_ranges else (500, {})
 
     def train(on_device: bool) -> list[tuple[np.ndarray, ...]]:
@@ -120,16 +120,16 @@ def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None
             )
             out = np.empty_like(x)
             tensors = [put(v) if here else v for v in (x, r, out)]
-            found = sc.sparse_allreduce(
+            result = sc.sparse_allreduce(
                 tensors[0], k, comm=transport, residual=tensors[1], out=tensors[2], op="mean", **options, **by_chunk
             )
-            entries = [v.get() if here else v for v in (found.indices, found.values)]
+            entries = [v.get() if here else v for v in (result.indices, result.values)]
             return (*entries, *(fetch(v, x) if here else v for v in tensors[1:]))
 
         return [result.value for result in simulated.run(3, program, node_of_rank=[0, 0, 1])]
 
-    for ours, theirs in zip(train(True), train(False), strict=True):
-        assert all(data.same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    for actual, expected in zip(train(True), train(False), strict=True):
+        assert all(data.same_bits(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch", "jax"])
@@ -148,15 +148,15 @@ def test_tensors_of_every_library_on_their_streams(library: str) -> None:
     else:
         current = stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
-    with current:  # what was started there before is seen, and what comes after sees the result
+    with current:  # the selection runs between earlier and later work of this stream
         residual = there * 0
         for _ in range(20):
             there *= 1
-        found = sc.topk(there, 1000, residual=residual)
+        selected = sc.topk(there, 1000, residual=residual)
         residual *= 2
     stream.synchronize()
     r = np.zeros_like(x)
-    same(found, sc.topk(x, 1000, residual=r))
+    same(selected, sc.topk(x, 1000, residual=r))
     np.testing.assert_array_equal(fetch(residual, x), 2 * r)
 
 
@@ -174,8 +174,8 @@ def test_a_captured_graph(n: int) -> None:
             backend.topk_by_chunk(t, 7, 500, None)
         stream.synchronize()
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
-        found = backend.topk(t, k, u)
-        merged, rejected = backend.merge_topk(found, found, k // 2)
+        selected = backend.topk(t, k, u)
+        merged, rejected = backend.merge_topk(selected, selected, k // 2)
         by_chunk = backend.topk_by_chunk(t, 7, 500, None)
         graph = stream.end_capture()
         host = np.zeros(n, np.float32)
@@ -185,7 +185,7 @@ def test_a_captured_graph(n: int) -> None:
             graph.launch(stream)
             stream.synchronize()
             expected = sc.topk(values, k, residual=host)
-            room, counter = found.room, int(found.counter.get()[0])
+            room, counter = selected.room, int(selected.counter.get()[0])
             np.testing.assert_array_equal(room[0][:counter].get(), expected.indices)
             of_chunks = sc.topk(values, 7, chunk=500)
             assert int(by_chunk.counter.get()[0]) == of_chunks.nnz
@@ -196,7 +196,7 @@ def test_a_captured_graph(n: int) -> None:
 
 
 def test_a_graph_of_pytorch() -> None:
-    """Its stream is not CuPy's. Refused calls during the capture, and calls before replays, change nothing."""
+    """PyTorch's stream is not CuPy's. Refused calls during the capture and calls before replays change nothing."""
     torch = pytest.importorskip("torch")
     n, k = 3_000_000, 30_000
     x, r, out = (torch.zeros(n, device="cuda") for _ in range(3))
@@ -204,11 +204,12 @@ def test_a_graph_of_pytorch() -> None:
     torch.cuda.synchronize()
     graph, host = torch.cuda.CUDAGraph(), np.zeros(n, np.float32)
     with torch.cuda.graph(graph):
-        found = sc.topk(x, k, residual=r)
-        for refused in (lambda: sc.threshold(x, 1.0), lambda: found.nnz, lambda: sc.merge_topk(found, found, k)):
+        selected = sc.topk(x, k, residual=r)
+        merge = lambda: sc.merge_topk(selected, selected, k)  # noqa: E731
+        for refused in (lambda: sc.threshold(x, 1.0), lambda: selected.nnz, merge):
             with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
                 refused()
-        found.to_dense(out)
+        selected.to_dense(out)
     for seed in range(3):
         values = data.gradient("normal", n, "float32", seed)
         same(sc.topk(put(values), k), sc.topk(values, k))
@@ -216,7 +217,7 @@ def test_a_graph_of_pytorch() -> None:
         graph.replay()
         torch.cuda.synchronize()
         expected = sc.topk(values, k, residual=host)
-        same(found, expected)
+        same(selected, expected)
         np.testing.assert_array_equal(out.cpu().numpy(), expected.to_dense())
         np.testing.assert_array_equal(r.cpu().numpy(), host)
     before = torch.cuda.memory_allocated()
@@ -232,9 +233,9 @@ def test_more_elements_than_31_bits_count() -> None:
     x = cupy.zeros(n, np.float16)
     indices = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
     x[cupy.asarray(indices)] = cupy.asarray([1, -5, 3, 2, 4, -4, 6], np.float16)
-    found = sc.topk(x, 4)
-    assert found.indices.dtype == np.int64
-    assert found.indices.get().tolist() == [7, 2**31 - 1, 2**31, n - 1]
+    selected = sc.topk(x, 4)
+    assert selected.indices.dtype == np.int64
+    assert selected.indices.get().tolist() == [7, 2**31 - 1, 2**31, n - 1]
 
 
 def test_device_memory_that_runs_out() -> None:

@@ -1,4 +1,4 @@
-"""Training on a GPU, which ranks share if there are more of them: against the dense original in the same program."""
+"""Training on GPUs, which ranks share if there are fewer, compared with dense training in the same program."""
 
 from __future__ import annotations
 

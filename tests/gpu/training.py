@@ -1,6 +1,6 @@
 """Cases of training whose model and gradients are on a GPU, on every rank: see `test_training.py`.
 
-Ranks share GPUs if there are fewer. The dense original runs in the same program: DDP with the plain optimizer.
+Ranks share GPUs if there are fewer. The dense baseline in the same program is DDP with the plain optimizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Data of this rank."""
+    """Yield batches of this rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(count):
         x, y = torch.randn(32, 500, generator=generator), torch.randint(10, (32,), generator=generator)
@@ -54,12 +54,12 @@ def weights(trained: nn.Module) -> Tensor:
 
 
 def check_that_ranks_agree(trained: nn.Module) -> None:
-    """To the bit; and that the weights are those of a model that was trained."""
-    found = weights(trained)
-    assert torch.isfinite(found).all()
-    assert not torch.equal(found, weights(model()))
+    """Check that all ranks have the same bits, and that the weights have changed."""
+    trained_weights = weights(trained)
+    assert torch.isfinite(trained_weights).all()
+    assert not torch.equal(trained_weights, weights(model()))
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(found.cpu().numpy().tobytes()).hexdigest())
+    dist.all_gather_object(digests, hashlib.sha256(trained_weights.cpu().numpy().tobytes()).hexdigest())
     assert len(set(digests)) == 1, "the weights of ranks differ"
 
 
@@ -69,11 +69,11 @@ def adamw(trained: nn.Module, **options: Any) -> sparse.SparseAdamW:
 
 @case
 def all_entries_by_adamw_are_what_ddp_does() -> None:
-    ours, theirs = model(), model()
-    train(ours, adamw(ours, density=1.0))
-    check_that_ranks_agree(ours)
-    train(DistributedDataParallel(theirs), torch.optim.AdamW(theirs.parameters(), lr=LEARNING_RATE))
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=1e-6)
+    sparse_model, dense_model = model(), model()
+    train(sparse_model, adamw(sparse_model, density=1.0))
+    check_that_ranks_agree(sparse_model)
+    train(DistributedDataParallel(dense_model), torch.optim.AdamW(dense_model.parameters(), lr=LEARNING_RATE))
+    torch.testing.assert_close(weights(sparse_model), weights(dense_model), rtol=0, atol=1e-6)
 
 
 @case

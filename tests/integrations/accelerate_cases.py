@@ -23,23 +23,23 @@ KINDS = ["sgd", "adamw"]
 
 
 class Training:
-    """Models of one accelerator, each trained in turn by optimizers of its own."""
+    """The models of one accelerator, each with optimizers of its own."""
 
     def __init__(self, kind: str, models: int = 1, density: float | None = 0.05, **accelerator: Any) -> None:
-        """Prepare it. ``density``: ``None`` leaves gradients to DDP, and does not register."""
-        AcceleratorState._reset_state()  # of all accelerators of this process
+        """Create the accelerator. With ``density=None``, nothing is registered, and DDP averages gradients."""
+        AcceleratorState._reset_state()  # accelerators of a process share it
         GradientState._reset_state()
         self.accelerator = Accelerator(cpu=True, **accelerator)
         self.prepare(kind, models, density)
 
     def prepare(self, kind: str, models: int, density: float | None) -> None:
-        made = [module() for _ in range(models)]
-        self.lists = [optimizers(kind, model, density) for model in made]
-        prepared = self.accelerator.prepare(*made, *chain(*self.lists))
+        modules = [module() for _ in range(models)]
+        self.lists = [optimizers(kind, model, density) for model in modules]
+        prepared = self.accelerator.prepare(*modules, *chain(*self.lists))
         self.models, rest = list(prepared[:models]), list(prepared[models:])
-        self.lists = [[rest.pop(0) for _ in each] for each in self.lists]
+        self.lists = [[rest.pop(0) for _ in of_model] for of_model in self.lists]
         self.sparse: list[Any] = [None] * models
-        for number in reversed(range(models)) if density is not None else ():  # in another order than prepare()
+        for number in reversed(range(models)) if density is not None else ():  # in the reverse order of prepare()
             self.sparse[number] = register(
                 self.accelerator, self.models[number], self.lists[number], density, **options(kind)
             )
@@ -49,9 +49,9 @@ class Training:
             with self.accelerator.accumulate(*self.models):
                 loss = sum(10.0**i * model(batch(step)).square().mean() for i, model in enumerate(self.models))
                 self.accelerator.backward(loss)
-                for each in chain(*self.lists):
-                    each.step()
-                    each.zero_grad()
+                for optimizer in chain(*self.lists):
+                    optimizer.step()
+                    optimizer.zero_grad()
         return self.weights()
 
     def weights(self) -> torch.Tensor:
@@ -71,23 +71,23 @@ def optimizers(kind: str, model: nn.Module, density: float | None) -> list[torch
             SparseAdamW(part, lr=0.01, density=density) if density else torch.optim.AdamW(dict(part).values(), lr=0.01)
             for part in parts
         ]
-    momentum = 0.9 if density is None else 0.0  # of the hook, otherwise
+    momentum = 0.9 if density is None else 0.0  # otherwise the hook has momentum
     return [torch.optim.SGD([p for _, p in part], lr=0.05, momentum=momentum) for part in parts]
 
 
 class All(NamedTuple):
     """The exchanges of all models."""
 
-    each: list[Any]
+    exchanges: list[Any]
 
     @property
     def step(self) -> int:
-        (step,) = {attached.step for attached in self.each}
+        (step,) = {attached.step for attached in self.exchanges}
         return step
 
     @property
     def reducers(self) -> list[Any]:
-        return [reducer for attached in self.each for reducer in attached.reducers]
+        return [reducer for attached in self.exchanges for reducer in attached.reducers]
 
 
 class Accelerate(Framework):
@@ -126,17 +126,17 @@ def saves_over_another(folder: Path, kind: str) -> None:
     for step in range(3):
         training.train(step)
         training.accelerator.save_state(str(folder))
-    kept = residuals(training.sparse[0])
+    expected = residuals(training.sparse[0])
     training.train(3)
     training.accelerator.load_state(str(folder))
-    assert same(kept, residuals(training.sparse[0]))
+    assert same(expected, residuals(training.sparse[0]))
     dist.barrier()
-    assert {len(os.listdir(each)) for each in (folder / "sparsecomm").iterdir()} == {2}
+    assert {len(os.listdir(path)) for path in (folder / "sparsecomm").iterdir()} == {2}
 
 
 @case(kind=["adamw"])
 def names_its_folders_itself(folder: Path, kind: str) -> None:
-    """With a limit of one checkpoint, residuals of older ones are removed with them."""
+    """With a limit of one checkpoint, older ones are removed with their residuals."""
     settings = {"project_dir": str(folder), "automatic_checkpoint_naming": True, "total_limit": 1}
     first = Training(kind, project_config=ProjectConfiguration(**settings))
     for step in range(3):
@@ -151,7 +151,7 @@ def names_its_folders_itself(folder: Path, kind: str) -> None:
 
 @case(kind=KINDS)
 def free_memory_and_prepare_anew(folder: Path, kind: str) -> None:
-    """A model that was freed is not saved any more, also where it is still referred to."""
+    """A freed model is no longer saved, even if the program still refers to it."""
     training = Training(kind)
     training.train(0)
     old, models = training.sparse[0], training.models
@@ -159,26 +159,26 @@ def free_memory_and_prepare_anew(folder: Path, kind: str) -> None:
     training.prepare(kind, 1, 0.05)
     training.train(0, 1)
     training.accelerator.save_state(str(folder))
-    kept, expected = residuals(training.sparse[0]), training.train(2)
+    saved, expected = residuals(training.sparse[0]), training.train(2)
     assert os.listdir(folder / "sparsecomm") == ["model_0"]
     assert old.step == 1
     assert models
     again = Training(kind)
     again.accelerator.load_state(str(folder))
-    assert same(kept, residuals(again.sparse[0]))
+    assert same(saved, residuals(again.sparse[0]))
     assert torch.equal(again.train(2), expected)
 
 
 @case(kind=KINDS)
 def wrapped(folder: Path, kind: str) -> None:
-    """The model that prepare() returned is inside another module; two of them in one are refused."""
+    """A prepared model may be inside another module. A module with two of them is refused."""
     expected = Training(kind).train(0, 1)
     training = Training(kind, density=None)
-    made = optimizers(kind, training.models[0].module, 0.05)
-    made = [training.accelerator.prepare(each) for each in made]
+    own = optimizers(kind, training.models[0].module, 0.05)
+    own = [training.accelerator.prepare(optimizer) for optimizer in own]
     around = nn.Sequential(training.models[0], nn.Flatten())
-    register(training.accelerator, around, made, 0.05, **options(kind))
-    training.models, training.lists = [around], [made]
+    register(training.accelerator, around, own, 0.05, **options(kind))
+    training.models, training.lists = [around], [own]
     assert torch.equal(training.train(0, 1), expected)
     two = Training(kind, 2, density=None)
     with refused("contains 2 DistributedDataParallel models; register each of them"):
@@ -187,7 +187,7 @@ def wrapped(folder: Path, kind: str) -> None:
 
 @case(kind=["sgd"])
 def the_scaler_of_the_accelerator(folder: Path, kind: str) -> None:
-    """It is passed on: an overflow on one rank lets all skip the step."""
+    """With the accelerator's scaler, all ranks skip a step that overflows on one rank."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model, optimizer = accelerator.prepare(model := module(), torch.optim.SGD(model.parameters(), lr=0.05))

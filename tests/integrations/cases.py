@@ -1,4 +1,4 @@
-"""What the programs of cases share: they run all their cases on each rank, and print which of them passed."""
+"""Common parts of the case programs, which run their cases on each rank and print which passed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _cases: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {}
 
 
 def case(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a function be a case for each combination of these values of its arguments. Its first one is a folder."""
+    """Register a function as a case for each combination of argument values. Its first argument is a folder."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         for combination in product(*values.values()):
@@ -43,7 +43,7 @@ def main() -> None:
     """Run all cases, or those with ``argv[2]`` in their names, in folders of ``argv[1]``."""
     some = sys.argv[2] if len(sys.argv) > 2 else ""
     torch.set_num_threads(1)
-    gc.freeze()  # the Trainer collects garbage in each training; what is imported by now is none
+    gc.freeze()  # the Trainer collects garbage in each run, which takes long with so many imports
     rank = int(os.environ["RANK"])
     name = "none"
     try:
@@ -97,7 +97,7 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
 
 
 def same_sum(folder: Path, own: dict[str, np.ndarray]) -> None:
-    """Check that the sum of all ranks' residuals is what it was on two ranks, which have called this before."""
+    """Check that the residuals of all ranks add up to those that two ranks have passed before."""
     saved_by = folder.with_suffix(".sum")
     total = {name: torch.from_numpy(values) for name, values in own.items()}
     for values in total.values():
@@ -111,7 +111,7 @@ def same_sum(folder: Path, own: dict[str, np.ndarray]) -> None:
 
 
 def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
-    """Do something to files that all ranks see."""
+    """Call a function on rank 0 while the other ranks wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         action(*arguments)
@@ -146,6 +146,6 @@ def refused(words: str) -> Iterator[None]:
 
 
 def only_rank_0_warned(messages: list[str], words: str) -> None:
-    """Check that rank 0, and no other, has said this and nothing else."""
+    """Check that rank 0 has given this warning only, and other ranks none."""
     assert bool(messages) == (dist.get_rank() == 0)
-    assert all(words in each for each in messages), messages
+    assert all(words in message for message in messages), messages

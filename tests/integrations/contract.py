@@ -1,4 +1,4 @@
-"""What holds in each framework: a resumed training ends as one that was not interrupted, and density 1.0 is dense."""
+"""Cases of every framework: a resumed run ends like an uninterrupted one, and density 1.0 equals dense training."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Outcome(NamedTuple):
 
 
 class Framework:
-    """Trainings in a framework. Its cases are the methods with a folder."""
+    """Runs of a framework. `contract` registers its cases."""
 
     kinds: tuple[str, ...] = ("sgd", "adamw")
-    dense: tuple[tuple[Settings, int], ...]  # settings that train as plain DDP does, and the steps that 4 batches make
+    dense: tuple[tuple[Settings, int], ...]  # settings that equal plain DDP, and steps for 4 batches
     compiled: tuple[tuple[str, Settings], ...]  # kinds, and settings that compile the model
-    nodes: Settings | None = None  # settings with which each rank saves all of a checkpoint
+    nodes: Settings | None = None  # settings with which each rank saves a full checkpoint
 
     def run(self, folder: Path, kind: str, steps: int, start: Any = None, density: Any = 0.05, **more: Any) -> Outcome:
-        """Train up to a number of batches, with a checkpoint after every second one; by DDP if ``density`` is None."""
+        """Train for ``steps`` batches, with a checkpoint after every second one. With ``density=None``, use DDP."""
         raise NotImplementedError
 
     def checkpoint(self, folder: Path, step: int) -> Path:
@@ -49,7 +49,7 @@ class Framework:
         move(source, target)
 
     def resumes(self, folder: Path, kind: str) -> None:
-        """With the residuals of the checkpoint, wherever that is, and whatever else is in the folder."""
+        """A run loads the checkpoint's residuals, also after the checkpoint was moved, and among other checkpoints."""
         start, moved = self.checkpoint(folder / "a", 2), folder / "moved/to"
         expected = self.run(folder / "a", kind, 4).weights
         self.run(folder / "b", kind, 2)
@@ -64,7 +64,7 @@ class Framework:
         only_rank_0_warned(messages, f"the residuals of this checkpoint are not in {self.beside(moved)}")
 
     def another_checkpoint(self, folder: Path, kind: str) -> None:
-        """Residuals that another training, or a dense one, has left beside a checkpoint are not loaded."""
+        """Residuals of another run are not loaded, also if the checkpoint's own run was dense."""
         start = self.checkpoint(folder / "own", 2)
 
         def replace_residuals() -> None:
@@ -86,32 +86,32 @@ class Framework:
     def as_dense(self, folder: Path, number: int) -> None:
         settings, steps = self.dense[number]
         dense = self.run(folder / "dense", "sgd", 4, density=None, **settings).weights
-        ours = self.run(folder / "ours", "sgd", 4, density=1.0, **settings)
-        torch.testing.assert_close(ours.weights, dense, rtol=1e-3, atol=1e-5)
-        assert ours.sparse.step == steps
+        sparse = self.run(folder / "ours", "sgd", 4, density=1.0, **settings)
+        torch.testing.assert_close(sparse.weights, dense, rtol=1e-3, atol=1e-5)
+        assert sparse.sparse.step == steps
 
     def trains_compiled(self, folder: Path, number: int) -> None:
         kind, settings = self.compiled[number]
         expected = self.run(folder / "plain", kind, 4).weights
         for start in (None, self.checkpoint(folder / "a", 2)):
-            found = self.run(folder / ("a" if start is None else "b"), kind, 4, start, **settings).weights
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            compiled = self.run(folder / ("a" if start is None else "b"), kind, 4, start, **settings).weights
+            torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-6)
 
     def on_another_number_of_ranks(self, folder: Path, kind: str) -> None:
-        """A program on two ranks has saved; on three, the sum of residuals is what it was."""
+        """Three ranks resume from a checkpoint of two with the same sum of residuals."""
         if os.environ["WORLD_SIZE"] == "2":
             same_sum(folder, residuals(self.run(folder, kind, 2).sparse))
         else:
             same_sum(folder, self.run(folder / "on", kind, 4, self.checkpoint(folder, 2)).begun)
 
     def each_rank_has_its_own_folder(self, folder: Path, kind: str) -> None:
-        """As on nodes without a shared file system, where one rank of each saves the model."""
+        """As on nodes without a shared file system, where one rank of each node saves the model."""
         if self.nodes is None or os.environ["LOCAL_WORLD_SIZE"] != "1":
             return
         own = folder / os.environ["RANK"]
         expected, start = self.run(own, kind, 4, **self.nodes).weights, self.checkpoint(own, 2)
         assert torch.equal(self.run(own, kind, 4, start, **self.nodes).weights, expected)
-        on_rank_0(shutil.rmtree, self.beside(start))  # one lacks its own: all begin without
+        on_rank_0(shutil.rmtree, self.beside(start))  # one rank lacks its residuals, so all ranks begin without
         with warned() as messages:
             begun = self.run(own, kind, 4, start, **self.nodes).begun
         only_rank_0_warned(messages, "are not in")
@@ -119,8 +119,8 @@ class Framework:
 
 
 def contract(it: Framework) -> None:
-    """Add the cases of a framework that hold in each."""
-    for each in (it.resumes, it.another_checkpoint, it.on_another_number_of_ranks, it.each_rank_has_its_own_folder):
-        case(kind=it.kinds)(each)
+    """Register the cases for a framework."""
+    for method in (it.resumes, it.another_checkpoint, it.on_another_number_of_ranks, it.each_rank_has_its_own_folder):
+        case(kind=it.kinds)(method)
     case(number=[*range(len(it.dense))])(it.as_dense)
     case(number=[*range(len(it.compiled))])(it.trains_compiled)

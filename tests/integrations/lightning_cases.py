@@ -63,7 +63,7 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.kind == "pair":
-            halves = [list(each.named_parameters(prefix=name)) for name, each in self.net.named_children()]
+            halves = [list(layer.named_parameters(prefix=name)) for name, layer in self.net.named_children()]
             return [SparseAdamW(half, lr=self.lr, density=0.05) for half in halves if half]
         if self.kind == "adamw":
             return SparseAdamW(self.named_parameters(), lr=self.lr, density=0.05)
@@ -71,7 +71,7 @@ class Net(lightning.LightningModule):
 
 
 class Shelf(DirFileSystem):
-    """A remote file system, as far as this library can tell: a folder of this machine under addresses of its own."""
+    """A local folder that looks like a remote file system to the library."""
 
     protocol = "shelf"
 
@@ -86,7 +86,7 @@ class Shelf(DirFileSystem):
 fsspec.register_implementation("shelf", Shelf)
 
 
-def made(epochs: int, kind: str = "sgd", *callbacks: Any, density: float | None = 0.05, **settings: Any) -> Any:
+def trainer_of(epochs: int, kind: str = "sgd", *callbacks: Any, density: float | None = 0.05, **settings: Any) -> Any:
     options = {"momentum": 0.9, "dense_below": 0} if kind == "sgd" else {}
     gloo = {"process_group_backend": "gloo"}
     return lightning.Trainer(
@@ -105,7 +105,7 @@ def data(count: int = 16) -> Any:
 def trained(*arguments: Any, start: Any = None, **settings: Any) -> torch.Tensor:
     kind = arguments[1] if len(arguments) > 1 else "sgd"
     net = Net(kind)
-    made(*arguments, **settings).fit(net, data(), ckpt_path=start)
+    trainer_of(*arguments, **settings).fit(net, data(), ckpt_path=start)
     return weights(net)
 
 
@@ -114,13 +114,13 @@ def keep(folder: Any, **options: Any) -> ModelCheckpoint:
 
 
 class Begun(lightning.Callback):
-    """Keeps the residuals with which a training begins."""
+    """Records the residuals at the start of a run."""
 
-    found: Mapping[str, np.ndarray] = MappingProxyType({})
+    at_start: Mapping[str, np.ndarray] = MappingProxyType({})
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if isinstance(trainer.strategy, SparseDDPStrategy):
-            self.found = residuals(trainer.strategy.sparse)
+            self.at_start = residuals(trainer.strategy.sparse)
 
 
 class Lightning(Framework):
@@ -133,9 +133,9 @@ class Lightning(Framework):
     def run(self, folder: Path, kind: str, steps: int, start: Any = None, density: Any = 0.05, **more: Any) -> Outcome:
         net: Any = Net(kind, 0.0 if density else 0.9)
         net = torch.compile(net, backend="eager") if more.pop("compile", False) else net
-        trainer = made(steps // 2, kind, keep(folder), begun := Begun(), density=density, **more)
+        trainer = trainer_of(steps // 2, kind, keep(folder), begun := Begun(), density=density, **more)
         trainer.fit(net, data(), ckpt_path=start)
-        return Outcome(weights(net), getattr(trainer.strategy, "sparse", None), begun.found)
+        return Outcome(weights(net), getattr(trainer.strategy, "sparse", None), begun.at_start)
 
     def checkpoint(self, folder: Path, step: int) -> Path:
         return folder / f"epoch={step // 2 - 1}.ckpt"
@@ -153,7 +153,7 @@ contract(Lightning())
 
 @case(kind=["adamw"])
 def links_and_copies(folder: Path, kind: str) -> None:
-    """They share the residuals of the checkpoint, in the same folder."""
+    """Links and copies in the same folder use the residuals of the checkpoint."""
     expected, longer = trained(3, kind, keep(folder, save_last="link")), trained(4, kind)
     assert torch.equal(trained(4, kind, start=folder / "last.ckpt"), longer)
     assert torch.equal(trained(4, kind, keep(folder, save_last=True), start="last"), longer)
@@ -163,7 +163,7 @@ def links_and_copies(folder: Path, kind: str) -> None:
 
 @case(kind=["adamw"])
 def a_remote_address(folder: Path, kind: str) -> None:
-    """Residuals are beside the checkpoint there, and are removed with it."""
+    """Residuals are saved beside a remote checkpoint and removed with it."""
     on_rank_0(folder.mkdir)
     os.environ["SHELF"] = str(folder)
     Shelf.clear_instance_cache()
@@ -171,24 +171,25 @@ def a_remote_address(folder: Path, kind: str) -> None:
     assert torch.equal(trained(3, kind, keep("shelf://other"), start="shelf://run/last.ckpt"), expected)
     dist.barrier()
     assert sorted(os.listdir(folder / "run")) == ["epoch=2.ckpt", "epoch=2.ckpt.ranks", "last.ckpt", "last.ckpt.ranks"]
-    assert [len(os.listdir(each)) for each in (folder / "run").glob("*.ranks")] == [1, 1]
+    assert [len(os.listdir(message)) for message in (folder / "run").glob("*.ranks")] == [1, 1]
     longer = trained(4, kind)
     assert torch.equal(trained(4, kind, start="shelf://run/epoch=2.ckpt"), longer)
     on_rank_0(shutil.rmtree, folder / "run/epoch=2.ckpt.ranks")
     on_rank_0(shutil.rmtree, folder / "run/last.ckpt.ranks")
     with warned() as messages:
         trained(4, kind, start="shelf://run/epoch=2.ckpt")
-    assert any("the residuals of this checkpoint are not in" in each for each in messages) == (dist.get_rank() == 0)
+    missing = "the residuals of this checkpoint are not in"
+    assert any(missing in message for message in messages) == (dist.get_rank() == 0)
 
 
 @case(kind=KINDS)
 def fit_twice(folder: Path, kind: str) -> None:
-    """A second fit begins as Lightning's does, with a new optimizer, and says what is lost."""
-    net, trainer = Net(kind), made(1, kind)
+    """A second fit has a new optimizer, as Lightning has, and warns that residuals are lost."""
+    net, trainer = Net(kind), trainer_of(1, kind)
     trainer.fit(net, data())
     first = trainer.strategy.sparse
     trainer.save_checkpoint(folder / "a.ckpt")
-    kept = residuals(first)
+    saved = residuals(first)
     trainer.fit_loop.max_epochs = 2
     with warned() as messages:
         trainer.fit(net, data())
@@ -200,8 +201,8 @@ def fit_twice(folder: Path, kind: str) -> None:
     assert not messages
     assert trainer.strategy.sparse.step == 4
     assert torch.equal(weights(net), trained(2, kind))
-    assert any(values.any() for values in kept.values())
-    other = made(1, kind)  # of the same model
+    assert any(values.any() for values in saved.values())
+    other = trainer_of(1, kind)  # of the same model
     other.fit(net, data())
     assert other.strategy.sparse.step == 2
     weights(net)
@@ -209,8 +210,8 @@ def fit_twice(folder: Path, kind: str) -> None:
 
 @case(kind=KINDS)
 def lr_find(folder: Path, kind: str) -> None:
-    """It leaves nothing behind: not in weights, and not in residuals."""
-    net, trainer = Net(kind), made(2, kind, default_root_dir=str(folder))
+    """It changes neither weights nor residuals."""
+    net, trainer = Net(kind), trainer_of(2, kind, default_root_dir=str(folder))
     with warned() as messages:
         Tuner(trainer).lr_find(net, data(), num_training=6, update_attr=False, max_lr=0.1)
         trainer.fit(net, data())
@@ -223,16 +224,16 @@ def lr_find(folder: Path, kind: str) -> None:
 @case(kind=["sgd"])
 def other_stages(folder: Path, kind: str) -> None:
     """``fit`` after ``validate``, ``test`` with the best checkpoint, and a checkpoint at any path after them."""
-    net, trainer = Net(kind), made(2, kind, keep(folder, save_top_k=1, monitor="loss", mode="max"))
+    net, trainer = Net(kind), trainer_of(2, kind, keep(folder, save_top_k=1, monitor="loss", mode="max"))
     trainer.validate(net, data(), verbose=False)
     trainer.fit(net, data(), data())
-    expected, kept = weights(net), residuals(trainer.strategy.sparse)
+    expected, before = weights(net), residuals(trainer.strategy.sparse)
     trainer.test(net, data(), ckpt_path="best", verbose=False)
     trainer.test(net, data(), verbose=False)
-    assert all((kept[name] == values).all() for name, values in residuals(trainer.strategy.sparse).items())
+    assert all((before[name] == values).all() for name, values in residuals(trainer.strategy.sparse).items())
     trainer.save_checkpoint(folder / "any/path")
     again = Net(kind)
-    made(3, kind).fit(again, data(), ckpt_path=folder / "epoch=0.ckpt")
+    trainer_of(3, kind).fit(again, data(), ckpt_path=folder / "epoch=0.ckpt")
     assert torch.equal(weights(again), trained(3, kind))
     assert not torch.equal(weights(again), expected)
     with warned() as messages:

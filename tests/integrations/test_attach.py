@@ -1,4 +1,4 @@
-"""What is refused where a framework's training is attached; the frameworks themselves are in tests/examples."""
+"""`attach`: residuals and refused arguments. The frameworks run in `test_frameworks.py`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_residuals_are_loaded_by_id_only(
 ) -> None:
     attached = attach(ddp, [torch.optim.SGD(ddp.module.parameters(), lr=0.1)], 0.1, {"dense_below": 0})
     ddp(torch.arange(20.0).reshape(1, 20)).sum().backward()
-    kept = attached.reducers[0].residual("weight").copy()
-    assert kept.any()
+    residual = attached.reducers[0].residual("weight").copy()
+    assert residual.any()
     names = [f"{attached.run}-{number}" for number in range(3)]
     for name in names:
         attached.save(tmp_path, name)
@@ -41,8 +41,8 @@ def test_residuals_are_loaded_by_id_only(
     attached.load(tmp_path, names[2], "a.ckpt")
     assert not caplog.messages
     assert attached.step == 1
-    assert (attached.reducers[0].residual("weight") == kept).all()
-    assert not names[0].startswith(attached.run)  # steps may be made again
+    assert (attached.reducers[0].residual("weight") == residual).all()
+    assert not names[0].startswith(attached.run)  # a run that repeats steps gets other names
     attached.prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == names[2:]
     unknown = "was saved without residuals"
@@ -60,7 +60,7 @@ def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
     both[0].remove()
 
 
-def test_means_that_ddp_would_write_over(ddp: DistributedDataParallel) -> None:
+def test_means_that_ddp_would_overwrite(ddp: DistributedDataParallel) -> None:
     sgd = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
     optimizer = DistributedOptimizer(sgd, ddp.module.named_parameters())
     with pytest.raises(sc.InvalidInputError, match="pass a plain optimizer, for which a hook exchanges"):
@@ -68,14 +68,14 @@ def test_means_that_ddp_would_write_over(ddp: DistributedDataParallel) -> None:
     optimizer.remove()
 
 
-def test_a_process_alone_is_told_how_to_start() -> None:
+def test_an_error_says_how_to_start_several_processes() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(sc.InvalidInputError, match="because there is only one process; start it with torchrun"):
         attach(model, [torch.optim.SGD(model.parameters())], 0.01, {})
 
 
 @pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
-def test_a_framework_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_framework_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"sparsecomm.integrations.{name}", raising=False)
     with pytest.raises(ImportError, match=rf"sparsecomm.integrations.{name} needs .* install"):

@@ -1,4 +1,4 @@
-"""Training and checkpoints in each framework: the cases of a program, which all run in the same processes."""
+"""Training and checkpoints in each framework. All cases of a framework run in the same processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("torch.distributed")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lightning", "accelerate", "trainer"])
 def test_cases(name: str, tmp_path: Path, forks: Run) -> None:  # noqa: F811
-    """On two ranks; then on three, which resume from what two have saved; then as if each rank were on its own node."""
+    """On two ranks; then on three, which resume from checkpoints of two; then as if each rank were on its own node."""
     for package in {"trainer": ["transformers", "accelerate"]}.get(name, [name]):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

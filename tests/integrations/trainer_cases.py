@@ -38,7 +38,9 @@ class MakesItsOptimizer(Trainer):
         return self.optimizer
 
 
-def made(folder: Path, kind: str, steps: int, density: float | None = 0.05, model: Any = None, **settings: Any) -> Any:
+def trainer_of(
+    folder: Path, kind: str, steps: int, density: float | None = 0.05, model: Any = None, **settings: Any
+) -> Any:
     """Return a Trainer, with its callback as ``sparse``."""
     model = model or Model()
     arguments = TrainingArguments(
@@ -60,22 +62,22 @@ def made(folder: Path, kind: str, steps: int, density: float | None = 0.05, mode
 
 
 def trained(*arguments: Any, start: Any = None, **settings: Any) -> torch.Tensor:
-    trainer = made(*arguments, **settings)
+    trainer = trainer_of(*arguments, **settings)
     trainer.train(resume_from_checkpoint=start)
     return weights(trainer.model)
 
 
 class Begun(TrainerCallback):
-    """Keeps the residuals with which a training begins."""
+    """Records the residuals at the start of a run."""
 
-    found: Mapping[str, np.ndarray] = MappingProxyType({})
+    at_start: Mapping[str, np.ndarray] = MappingProxyType({})
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if hasattr(self.trainer, "sparse"):
-            self.found = residuals(self.trainer.sparse.sparse)
+            self.at_start = residuals(self.trainer.sparse.sparse)
 
 
 class OfTrainer(Framework):
@@ -85,10 +87,10 @@ class OfTrainer(Framework):
     nodes = {"save_on_each_node": True}  # noqa: RUF012
 
     def run(self, folder: Path, kind: str, steps: int, start: Any = None, density: Any = 0.05, **more: Any) -> Outcome:
-        trainer = made(folder, kind, steps, density, **more)
+        trainer = trainer_of(folder, kind, steps, density, **more)
         trainer.add_callback(begun := Begun(trainer))
         trainer.train(resume_from_checkpoint=start and str(start))
-        return Outcome(weights(trainer.model), density and trainer.sparse.sparse, begun.found)
+        return Outcome(weights(trainer.model), density and trainer.sparse.sparse, begun.at_start)
 
     def checkpoint(self, folder: Path, step: int) -> Path:
         return folder / f"checkpoint-{step}"
@@ -99,14 +101,14 @@ contract(OfTrainer())
 
 @case(kind=[*KINDS, "created"])
 def twice(folder: Path, kind: str) -> None:
-    """As two runs that are one: the optimizer, the model and the residuals stay."""
-    trainer = made(folder, kind, 3, save_strategy="no")
+    """A second train() continues with the same optimizer, model and residuals."""
+    trainer = trainer_of(folder, kind, 3, save_strategy="no")
     trainer.train()
-    first, kept = trainer.sparse.sparse, residuals(trainer.sparse.sparse)
+    first, first_residuals = trainer.sparse.sparse, residuals(trainer.sparse.sparse)
     trainer.train()
     assert trainer.sparse.sparse is first
     assert first.step == 6
-    assert any(values.any() for values in kept.values())
+    assert any(values.any() for values in first_residuals.values())
     weights(trainer.model)
     expected = trained(folder, kind, 3)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
@@ -120,7 +122,7 @@ def twice(folder: Path, kind: str) -> None:
 
 @case(kind=["sgd"])
 def only_the_model(folder: Path, kind: str) -> None:
-    """Where the optimizer is not saved, residuals are not, and a resumed training says so."""
+    """Without the optimizer, residuals are not saved either, and a resumed run warns."""
     trained(folder, kind, 4, save_only_model=True)
     assert not list(folder.rglob("sparsecomm"))
     with warned() as messages:
@@ -130,13 +132,13 @@ def only_the_model(folder: Path, kind: str) -> None:
 
 @case(kind=["adamw"])
 def the_best_model(folder: Path, kind: str) -> None:
-    """It is loaded at the end, other checkpoints are removed, and a training resumes from it."""
+    """The best model is loaded at the end, other checkpoints are removed, and a run resumes from it."""
     settings = {
         "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1,
         "metric_for_best_model": "loss", "greater_is_better": True,
     }  # fmt: skip
     trained(folder, kind, 4, **settings)  # the loss falls: the first is "best"
-    (left,) = [each for each in os.listdir(folder) if each.startswith("checkpoint")]
+    (left,) = [name for name in os.listdir(folder) if name.startswith("checkpoint")]
     assert left == "checkpoint-2"
     expected = trained(folder / "all", kind, 4)
     assert torch.equal(trained(folder, kind, 4, start=True), expected)
@@ -144,14 +146,14 @@ def the_best_model(folder: Path, kind: str) -> None:
 
 @case(kind=KINDS)
 def two_trainers(folder: Path, kind: str) -> None:
-    """They train one model after another; with SparseAdamW, after the first optimizer's remove()."""
-    first = made(folder, kind, 2, save_strategy="no")
+    """Two trainers train a model in turn; with SparseAdamW, the second needs the first one's remove()."""
+    first = trainer_of(folder, kind, 2, save_strategy="no")
     first.train()
     if kind == "adamw":
         with refused("call its remove() first"):
-            made(folder, kind, 2, model=first.model)
+            trainer_of(folder, kind, 2, model=first.model)
         first.optimizer.optimizer.remove()
-    second = made(folder, kind, 2, model=first.model, save_strategy="no")
+    second = trainer_of(folder, kind, 2, model=first.model, save_strategy="no")
     second.train()
     assert first.sparse.sparse.step == second.sparse.sparse.step == 2
     weights(second.model)

@@ -36,7 +36,7 @@ def _with_float64() -> Iterator[None]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Trees of the same structure, types and bits."""
+    """Return whether two trees have the same structure, types and bits."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         data.same_bits(np.asarray(x), np.asarray(y)) for x, y in pairs
@@ -44,7 +44,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def mixed(seed: int = 0) -> dict[str, Any]:
-    """Leaves of all types, and of few and many elements."""
+    """Return a tree with leaves of all types and of few and many elements."""
     shapes = {"float16": (30, 40), "bfloat16": (1100,), "float32": (7, 11, 20), "float64": (2000,)}
     tree = {name: jnp.asarray(data.integers(int(np.prod(s)), name, seed)).reshape(s) for name, s in shapes.items()}
     return tree | {"small": [jnp.ones(3, jnp.bfloat16), jnp.ones(()), jnp.ones((0, 4), jnp.float32)]}
@@ -60,12 +60,12 @@ def mixed(seed: int = 0) -> dict[str, Any]:
 def test_one_rank_gets_its_top_k(wrap: Any, dtype: str, shape: tuple[int, ...], k: float) -> None:
     x = data.gradient("normal", int(np.prod(shape)), dtype, 3).reshape(shape)
     accumulator = np.float64 if dtype == "float64" else np.float32
-    kept = data.integers(x.size, "float32", 5).reshape(shape).astype(accumulator)
-    residual, before = jnp.array(kept), jnp.array(x)
-    entries = sc.topk(x, k, residual=kept)
+    expected = data.integers(x.size, "float32", 5).reshape(shape).astype(accumulator)
+    residual, before = jnp.array(expected), jnp.array(x)
+    entries = sc.topk(x, k, residual=expected)
     result, new = wrap(lambda x, r: sj.sparse_allreduce(x, k, residual=r, algorithm="butterfly"))(before, residual)
     assert data.same_bits(np.asarray(result), entries.to_dense(np.empty_like(x)))
-    assert data.same_bits(np.asarray(new), kept)
+    assert data.same_bits(np.asarray(new), expected)
     assert data.same_bits(np.asarray(before), x)  # not written
     alone = wrap(lambda x: sj.sparse_allreduce(x, k, algorithm="butterfly"))(before)
     assert data.same_bits(np.asarray(alone), sc.topk(x, k).to_dense(np.empty_like(x)))
@@ -77,7 +77,7 @@ def test_one_rank_gets_its_top_k(wrap: Any, dtype: str, shape: tuple[int, ...], 
 @JIT
 @pytest.mark.parametrize("scope", ["model", "tensor", "chunk"])
 @pytest.mark.parametrize("dense_below", [0, 1024, 10**6])
-def test_trees_keep_all_mass(wrap: Any, scope: str, dense_below: int) -> None:
+def test_trees_lose_no_gradient(wrap: Any, scope: str, dense_below: int) -> None:
     residuals = sj.init_residuals(mixed())
     f = wrap(
         lambda g, r: sj.allreduce_tree(
@@ -90,8 +90,8 @@ def test_trees_keep_all_mass(wrap: Any, scope: str, dense_below: int) -> None:
         result, residuals = f(grads, residuals)
         assert jax.tree.map(lambda a: (a.shape, a.dtype), result) == jax.tree.map(lambda a: (a.shape, a.dtype), grads)
         assert same(jax.tree.map(lambda r, a: r + a, residuals, result), before)
-        for leaf, kept in zip(jax.tree.leaves(result), jax.tree.leaves(residuals), strict=True):
-            assert not (kept.any() and leaf.size < dense_below)
+        for leaf, residual in zip(jax.tree.leaves(result), jax.tree.leaves(residuals), strict=True):
+            assert not (residual.any() and leaf.size < dense_below)
         large = [a for a in jax.tree.leaves(result) if a.size >= dense_below]
         single = [[a] for a in large]
         together = [[a for a in large if (a.dtype == np.float64) is double] for double in (False, True)]
@@ -107,12 +107,12 @@ def test_all_leaves_travel_in_one_callback() -> None:
     assert [e.primitive.name for e in jaxpr.eqns].count("sparsecomm_exchange") == 1
 
 
-def test_the_way_of_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NumPy instead of CuPy."""
+def test_the_exchange_on_a_device_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange on a device, with NumPy instead of CuPy."""
     grads, residuals = mixed(), sj.init_residuals(mixed(1))
     expected = sj.allreduce_tree(grads, 0.1, residuals=residuals)
     on_device = TreeExchange.on_device
-    monkeypatch.setattr(TreeExchange, "on_host", lambda plan, *given: on_device(plan, *given, arrays="numpy"))
+    monkeypatch.setattr(TreeExchange, "on_host", lambda plan, *arguments: on_device(plan, *arguments, arrays="numpy"))
     assert same(sj.allreduce_tree(grads, 0.1, residuals=residuals), expected)
 
 
@@ -158,7 +158,7 @@ print("done")
 
 
 def test_no_deadlock_on_one_core() -> None:
-    """XLA's only thread calls back, with memory that is not always aligned as JAX would like it."""
+    """XLA's only thread makes the callbacks, with memory that may not have the alignment that JAX prefers."""
     assert run_python("-c", PROGRAM) == (0, "done\n")
 
 
@@ -207,7 +207,7 @@ def test_a_chain_of_optax_with_a_schedule() -> None:
         updates, state = step(grads, state, params)
         assert np.count_nonzero(updates["w"]) == entries
         state = pickle.loads(pickle.dumps(state))
-    assert asked == [0, 0, 1, 2]  # also to check it at the beginning
+    assert asked == [0, 0, 1, 2]  # the first call checks the schedule
     assert (int(state[0].step), state[0].step.dtype) == (3, jnp.int32)
     updates, _ = jax.jit(optax.chain(sj.sparsify(optax.linear_schedule(1.0, 0.5, 1), dense_below=0)).update)(
         grads, (sj.SparsifyState(jnp.int32(1), sj.init_residuals(grads)),)
@@ -233,14 +233,14 @@ def test_sparsify_is_dense_at_density_1_and_its_defaults_fit_all_types(options: 
             sj.sparsify(0.05, comm=transport, dense_steps=1, **options),
         ):
             means, state = transform.update(mine, transform.init(mine))
-            assert not any(np.any(kept) for kept in jax.tree.leaves(state.residuals))
+            assert not any(np.any(residual) for residual in jax.tree.leaves(state.residuals))
             yield means
         means, state = transform.update(mine, state)
         assert all(0 < np.count_nonzero(mean) < 600 for mean in means.values())
 
-    each = simulated.run(P, lambda transport: list(program(transport)))
+    ranks = simulated.run(P, lambda transport: list(program(transport)))
     mean = jax.tree.map(lambda *parts: sum(parts) / P, *map(grads, range(P)))
-    assert all(same(found, mean) for rank in each for found in rank.value)
+    assert all(same(tree, mean) for rank in ranks for tree in rank.value)
 
 
 SPARSIFY: dict[str, dict[str, Any]] = {
@@ -253,7 +253,7 @@ SPARSIFY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", SPARSIFY)
 def test_sparsify_skips_steps_that_are_not_finite(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A NaN is applied by nobody, and stays nowhere."""
+    """No rank applies a NaN or keeps it in its residuals."""
     optax = pytest.importorskip("optax", reason="optax is not installed")
     pytest.importorskip("greenlet")
     P, skipped = 3, 2
@@ -271,16 +271,16 @@ def test_sparsify_skips_steps_that_are_not_finite(way: str, caplog: pytest.LogCa
         params: Any = jax.tree.map(jnp.zeros_like, gradients(0, 0))
         state = chain.init(params)
         for step in range(6):
-            given, before = gradients(step, transport.rank), state[0]
+            grads, before = gradients(step, transport.rank), state[0]
             if step == skipped and transport.rank == P - 1:
-                given["w"][3, :40] = -np.inf
-            updates, state = chain.update(jax.tree.map(jnp.asarray, given), state, params)
+                grads["w"][3, :40] = -np.inf
+            updates, state = chain.update(jax.tree.map(jnp.asarray, grads), state, params)
             params = optax.apply_updates(params, updates)
             if step == skipped:
                 assert int(state[0].step) == int(before.step) == step
                 for name, old in before.residuals.items():
-                    kept = given[name] if transport.rank < P - 1 else 0
-                    np.testing.assert_array_equal(state[0].residuals[name], old + kept)
+                    added = grads[name] if transport.rank < P - 1 else 0
+                    np.testing.assert_array_equal(state[0].residuals[name], old + added)
         return params, state[0].residuals
 
     results = run(P, program)
@@ -352,8 +352,8 @@ def test_ranks_with_other_shapes(tree: bool) -> None:
     results = simulated.run(2, program, catch=True)
     assert all(isinstance(result.error, sc.CollectiveMismatchError) for result in results)
     name = "grads['a']" if tree else "x"
-    found = f"{name} is float64 (20, 10) on rank 0 and float64 (10, 20) on rank 1: "
-    assert all(str(result.error).startswith(found) for result in results)
+    message = f"{name} is float64 (20, 10) on rank 0 and float64 (10, 20) on rank 1: "
+    assert all(str(result.error).startswith(message) for result in results)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -365,9 +365,9 @@ def test_denormals_under_jit(dtype: str) -> None:
     residual = np.ones(40, "float64" if dtype == "float64" else "float32") * tiny
     expected_out, expected_residual = np.empty_like(x), residual.copy()
     sc.sparse_allreduce(x, 7, comm=MPI.COMM_SELF, residual=expected_residual, out=expected_out)
-    out, kept = jax.jit(lambda x, r: sj.sparse_allreduce(x, 7, residual=r, comm=MPI.COMM_SELF))(x, residual)
+    out, new = jax.jit(lambda x, r: sj.sparse_allreduce(x, 7, residual=r, comm=MPI.COMM_SELF))(x, residual)
     assert data.same_bits(np.asarray(out), expected_out)
-    assert data.same_bits(np.asarray(kept), expected_residual)
+    assert data.same_bits(np.asarray(new), expected_residual)
     assert expected_out.any()
 
 

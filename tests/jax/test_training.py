@@ -44,16 +44,18 @@ def trained(optimizer: Any, steps: int, wrap: Any = lambda f: f) -> dict[str, np
 
 
 @pytest.mark.parametrize(("density", "dense_steps"), [(0.2, 0), (0.2, 3), (1.0, 0)])
-def test_under_jit_it_is_that_of_arrays(density: float, dense_steps: int) -> None:
+def test_under_jit_it_equals_the_optimizer_of_arrays(density: float, dense_steps: int) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         rule: dict[str, Any] = {"density": density, "dense_steps": dense_steps, "wire": "packed"}
-        ours = sj.sparse_adamw(rate, 0.8, 0.9, weight_decay=0.1, mask=MASK, comm=transport, **rule)
-        found = trained(ours, 8, jax.jit)
-        theirs = OfArrays(transport, betas=(0.8, 0.9), weight_decay={"matrix": 0.1, "bias": 0.1}, **rule)
+        transform = sj.sparse_adamw(rate, 0.8, 0.9, weight_decay=0.1, mask=MASK, comm=transport, **rule)
+        actual = trained(transform, 8, jax.jit)
+        of_arrays = OfArrays(transport, betas=(0.8, 0.9), weight_decay={"matrix": 0.1, "bias": 0.1}, **rule)
         for step in range(8):
-            theirs.step(gradients(step, 0), float(str(rate(np.float32(step)))))
-        for name, array in found.items():
-            np.testing.assert_allclose(array, theirs.weights[name], rtol=2e-7)  # rounded once more
+            of_arrays.step(gradients(step, 0), float(str(rate(np.float32(step)))))
+        for name, array in actual.items():
+            np.testing.assert_allclose(
+                array, of_arrays.weights[name], rtol=2e-7
+            )  # JAX adds the rounded update to the weights
 
     run(1, program)
 
@@ -69,7 +71,7 @@ def test_hyperparameters_that_are_injected() -> None:
     run(1, program)
 
 
-def made(optimizer: Any, rank: int, params: Any, state: Any, steps: range) -> tuple[Any, Any]:
+def steps_made(optimizer: Any, rank: int, params: Any, state: Any, steps: range) -> tuple[Any, Any]:
     """Return parameters and state after more steps."""
     for step in steps:
         changes, state = optimizer.update(jax.tree.map(jnp.array, gradients(step, rank)), state, params)
@@ -83,7 +85,7 @@ def flat(tree: Any) -> list[tuple[Any, bytes]]:
 
 @pytest.mark.parametrize("resumed", [1, 2, 3])
 def test_a_step_depends_on_its_arguments_alone(resumed: int) -> None:
-    """Also where units lag behind the moments, after dense steps, and by another transformation."""
+    """Also when units lag behind the moments, after dense steps, and in another transformation."""
     pytest.importorskip("greenlet")
 
     def program(transport: simulated.SimulatedTransport) -> None:
@@ -91,18 +93,18 @@ def test_a_step_depends_on_its_arguments_alone(resumed: int) -> None:
             return sj.sparse_adamw(rate, 0.8, 0.9, comm=transport, density=0.2, dense_steps=2, check_weights_every=None)
 
         first, params = new(), jax.tree.map(jnp.array, weights())
-        early = made(first, transport.rank, params, first.init(params), range(resumed))
+        early = steps_made(first, transport.rank, params, first.init(params), range(resumed))
         copies = flat(early)
-        late = made(first, transport.rank, *early, range(resumed, 5))
+        late = steps_made(first, transport.rank, *early, range(resumed, 5))
         for optimizer in (first, new()):
-            assert flat(made(optimizer, transport.rank, *early, range(resumed, 5))) == flat(late)
+            assert flat(steps_made(optimizer, transport.rank, *early, range(resumed, 5))) == flat(late)
         assert flat(early) == copies
 
     run(2, program)
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_after_an_interrupt_a_step_is_repeated_or_given_up(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interrupt_a_step_is_repeated_or_dropped(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank is interrupted while it waits. It repeats the step, or all ranks go back to an older state."""
     pytest.importorskip("greenlet")
     wait, interrupted = sc.Reducer.wait, []
@@ -110,18 +112,18 @@ def test_after_an_interrupt_a_step_is_repeated_or_given_up(again: bool, monkeypa
     def program(transport: simulated.SimulatedTransport) -> Any:
         optimizer = sj.sparse_adamw(rate, 0.8, 0.9, comm=transport, density=0.2)
         params: Any = jax.tree.map(jnp.array, weights())
-        old = made(optimizer, transport.rank, params, optimizer.init(params), range(2))
-        expected = made(optimizer, transport.rank, *old, range(2, 5))
-        before = made(optimizer, transport.rank, *old, range(2, 3))
+        old = steps_made(optimizer, transport.rank, params, optimizer.init(params), range(2))
+        expected = steps_made(optimizer, transport.rank, *old, range(2, 5))
+        before = steps_made(optimizer, transport.rank, *old, range(2, 3))
         if transport.rank == 0:
             interrupted.append(optimizer)
             with pytest.raises(KeyboardInterrupt):
-                made(optimizer, 0, *before, range(3, 4))
+                steps_made(optimizer, 0, *before, range(3, 4))
         if transport.rank or again:
-            after = made(optimizer, transport.rank, *before, range(3, 4))
+            after = steps_made(optimizer, transport.rank, *before, range(3, 4))
         if not again:
-            after = made(optimizer, transport.rank, *old, range(2, 4))
-        assert flat(made(optimizer, transport.rank, *after, range(4, 5))) == flat(expected)
+            after = steps_made(optimizer, transport.rank, *old, range(2, 4))
+        assert flat(steps_made(optimizer, transport.rank, *after, range(4, 5))) == flat(expected)
 
     def interrupt(reducer: Any, *args: Any) -> Any:
         if interrupted and reducer.transport.rank == 0:
@@ -134,27 +136,27 @@ def test_after_an_interrupt_a_step_is_repeated_or_given_up(again: bool, monkeypa
 
 
 def test_16_bit_parameters_are_rounded_and_their_exact_values_kept() -> None:
-    """As the optimizer of arrays does, which adds updates to its weights at once."""
+    """Compare with the optimizer of arrays, which updates its weights in place."""
     pytest.importorskip("greenlet")
     half: Any = jnp.bfloat16
 
     def program(transport: simulated.SimulatedTransport) -> Any:
-        ours = sj.sparse_adamw(1e-4, comm=transport, density=0.2)
+        transform = sj.sparse_adamw(1e-4, comm=transport, density=0.2)
         exact = {name: w.astype(half) for name, w in weights().items()}
-        theirs = sc.SparseAdamW(exact, 1e-4, weight_decay=1e-4, comm=transport, density=0.2)
+        of_arrays = sc.SparseAdamW(exact, 1e-4, weight_decay=1e-4, comm=transport, density=0.2)
         params: Any = jax.tree.map(jnp.array, exact)
-        state = ours.init(params)
+        state = transform.init(params)
         for step in range(20):
-            given = {name: g.astype(half) for name, g in gradients(step, transport.rank).items()}
-            theirs.step(given)
-            changes, state = ours.update(jax.tree.map(jnp.array, given), state, params)
+            grads = {name: g.astype(half) for name, g in gradients(step, transport.rank).items()}
+            of_arrays.step(grads)
+            changes, state = transform.update(jax.tree.map(jnp.array, grads), state, params)
             params = optax.apply_updates(params, changes)
-        for name, its in theirs.state_dict()["moments"].items():
-            own = slice(*its["part"])
-            assert its["compensation"].any() == bool(len(its["compensation"]))
-            found = np.asarray(params[name], "f4").reshape(-1)[own] + np.asarray(state.compensation[name])
+        for name, moments in of_arrays.state_dict()["moments"].items():
+            own = slice(*moments["part"])
+            assert moments["compensation"].any() == bool(len(moments["compensation"]))
+            actual = np.asarray(params[name], "f4").reshape(-1)[own] + np.asarray(state.compensation[name])
             np.testing.assert_allclose(
-                found, exact[name].astype("f4").reshape(-1)[own] + its["compensation"], rtol=2e-6
+                actual, exact[name].astype("f4").reshape(-1)[own] + moments["compensation"], rtol=2e-6
             )
         return flat(params)
 

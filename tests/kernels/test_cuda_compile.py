@@ -1,4 +1,4 @@
-"""The CUDA kernels compile, for every architecture that users have, with NVRTC, which needs no GPU; and with nvcc."""
+"""The CUDA kernels compile with NVRTC for all supported architectures, and with nvcc. Neither needs a GPU."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
 ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
 EVERY = sorted(variants())
 COMMON = [*OPTIONS, f"-I{FOLDER}", f"-I{SOURCES}"]
-COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TUNING)]
+COMMON += [f"-D{definition}" for definition in TUNING.definitions + structure_definitions(TUNING)]
 
-# Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
+# Threads that must fit on a multiprocessor to hide latency: with 65,536 registers, this bounds registers per thread.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "emit": 768, "radix": 768, "merge": 768}
 RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280, "adamw": 1280, "add_addends": 1024}
 RESIDENT |= {"compare": 1024, "list_changes": 1280}
@@ -63,7 +63,7 @@ NVCC = shutil.which("nvcc") is not None
 
 
 def some(file: str, architecture: int) -> tuple[str, ...]:
-    """One variant of the file, another for each architecture."""
+    """Return one variant of the file, chosen by the architecture."""
     of_file = [definitions for name, definitions in EVERY if name == file]
     return of_file[ARCHITECTURES.index(architecture) * 3 % len(of_file)]
 
@@ -100,7 +100,7 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
     options = [*COMMON, *(f"-D{d}" for d in definitions), f"-arch=sm_{architecture}", "-Werror=all-warnings"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, length = nvrtc.nvrtcGetProgramLogSize(program)
-    log = bytes(length + 1)  # of its own: NVRTC writes to it, and Python has but one object for one byte
+    log = bytes(length + 1)  # 2 bytes or more: NVRTC writes to it, and Python shares objects of one byte
     nvrtc.nvrtcGetProgramLog(program, log)
     assert not int(status), log.decode()
     assert "error" not in log.decode()
@@ -109,7 +109,7 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
     ptx = bytearray(length)
     nvrtc.nvrtcGetPTX(program, ptx)
     assert b".entry" in ptx
-    assert b".ftz" not in ptx  # or subnormal floats would be zero
+    assert b".ftz" not in ptx  # it would make subnormal floats zero
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
@@ -121,12 +121,12 @@ def test_nvcc_finds_no_spills_and_registers_within_budget(
     defined = [f"-D{d}" for d in definitions]
     done = subprocess.run([*command, *defined, str(FOLDER / file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = resources(done.stderr)
-    assert found
-    for kernel, (registers, spilled, shared) in found.items():
+    kernels = resources(done.stderr)
+    assert kernels
+    for kernel, (registers, spilled, shared) in kernels.items():
         resident = RESIDENT.get(kernel, RESIDENT_OTHERS)
         if kernel == "radix" and "INDEX=long long" in definitions:
-            resident = 640  # for 2^31 elements and more it only works when a sample misled
+            resident = 640  # for 2^31 elements or more it runs only after a misleading sample
         budget = 65536 // resident
         assert not spilled, f"{kernel} {definitions} spills {spilled} bytes"
         assert registers <= budget, f"{kernel} {definitions}: {registers} registers, budget {budget}"
@@ -134,12 +134,12 @@ def test_nvcc_finds_no_spills_and_registers_within_budget(
 
 
 def resources(said: str) -> dict[str, tuple[int, int, int]]:
-    """Registers, bytes spilled and shared memory, by kernel, from what ptxas says."""
-    found = {}
+    """Return registers, spilled bytes and shared memory by kernel, from the output of ptxas."""
+    kernels = {}
     for part in re.split(r"Compiling entry function '", said)[1:]:
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
         registers = re.search(r"Used (\d+) registers", part)
         shared = re.search(r"(\d+) bytes smem", part)
         assert registers is not None
-        found[part.split("'")[0]] = int(registers[1]), spilled, int(shared[1]) if shared else 0
-    return found
+        kernels[part.split("'")[0]] = int(registers[1]), spilled, int(shared[1]) if shared else 0
+    return kernels

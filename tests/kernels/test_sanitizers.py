@@ -1,4 +1,4 @@
-"""The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in the tests of all backends."""
+"""The tests of backends with CPU kernels built with AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
