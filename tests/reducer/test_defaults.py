@@ -42,8 +42,8 @@ def test_every_way_to_train_defaults_to_the_documented_setting() -> None:
     for integration in ("accelerate", "lightning", "transformers"):  # whose imports take seconds
         text = (ROOT / "sparsecomm" / "integrations" / f"{integration}.py").read_text()
         assert "density: Schedule = DENSITY" in text
-    said = f"density {DENSITY.density} after {DENSITY.dense_steps} dense steps, "
-    said += f'`algorithm="{ALGORITHM}"` and `wire="{WIRE}"`'
+    said = f"For SGD it is {DENSITY.density}, after {DENSITY.dense_steps} dense steps. "
+    said += f'Both use `algorithm="{ALGORITHM}"` and `wire="{WIRE}"`'
     assert said in " ".join((ROOT / "docs" / "guides" / "choosing.md").read_text().split())
 
 
