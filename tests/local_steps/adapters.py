@@ -1,4 +1,4 @@
-"""One interface to local steps of NumPy arrays, of a PyTorch model and of a JAX tree."""
+"""One interface to local steps with NumPy arrays, a PyTorch model and a JAX tree."""
 
 from __future__ import annotations
 
@@ -34,16 +34,13 @@ class OnArrays:
         self.local = sc.LocalSteps(parameters, density, comm=transport, outer=outer, **options)
 
     def values(self) -> Arrays:
-        """Return the local parameters."""
         return self.parameters
 
     def write(self, values: Arrays) -> None:
-        """Set the local parameters."""
         for name, array in values.items():
             self.parameters[name][...] = array
 
     def step(self, rank: int, number: int, frozen: Frozen = nothing_frozen) -> None:
-        """Take a local step."""
         values = {name: array.copy() for name, array in self.values().items()}
         move(values, rank, number, frozen)
         self.write(values)

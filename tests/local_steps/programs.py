@@ -1,4 +1,4 @@
-"""Trainings by local steps on simulated ranks, and the same in plain NumPy."""
+"""Training with local steps on simulated ranks, and the same training in plain NumPy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PLAIN: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "mea
 PLAIN |= {"decay": 0.95, "dense_below": 0}
 
 Arrays = dict[str, np.ndarray]
-Frozen = Callable[[int, int], set[str]]  # of a rank and a step
+Frozen = Callable[[int, int], set[str]]  # (rank, step) -> names
 
 
 def initial() -> Arrays:
-    """The parameters of all ranks."""
+    """Return the initial parameters, the same on all ranks."""
     random = np.random.default_rng(0)
     return {name: np.asarray(random.normal(size=shape), DTYPES[name]) for name, shape in SHAPES.items()}
 
@@ -31,12 +31,12 @@ def nothing_frozen(rank: int, step: int) -> set[str]:
 
 
 def some_frozen(rank: int, step: int) -> set[str]:
-    """The names that a rank does not train in a step: on rank 1 some always; on all ranks others for some rounds."""
+    """Return the names that a rank does not train in a step: one on rank 1, others on all ranks for some steps."""
     return ({"b"} if rank == 1 else set()) | ({"a", "c"} if 5 <= step < 14 else set()) | ({"f"} if step > 9 else set())
 
 
 def move(parameters: Arrays, rank: int, step: int, frozen: Frozen = nothing_frozen) -> None:
-    """Take a local step, in place: towards a minimum of this rank, with noise."""
+    """Take a local step in place: towards this rank's own minimum, with noise."""
     random = np.random.default_rng((rank, step))
     for name, values in parameters.items():
         noise = np.asarray(random.normal(size=values.shape), values.dtype)
@@ -46,7 +46,7 @@ def move(parameters: Arrays, rank: int, step: int, frozen: Frozen = nothing_froz
 
 
 class Oracle:
-    """All ranks of a training, in plain NumPy: sums of what each rank selects, as `allgather` makes them."""
+    """All ranks of a training, in plain NumPy. It sums the entries that the ranks select, as `allgather` does."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Oracle:
     ) -> None:
         self.P, self.fragments, self.sync_every, self.delay, self.alpha = P, fragments, sync_every, delay, alpha
         self.density, self.decay, self.sgd, self.frozen = density, decay, sgd, frozen
-        self.trained: list[set[str]] = [set() for _ in range(P)]  # names, since their last exchange was applied
+        self.trained: list[set[str]] = [set() for _ in range(P)]  # names, since their last exchange
         self.local = [initial() for _ in range(P)]
         self.globals = {name: reference.widened(values) for name, values in initial().items()}
         self.residuals = [{n: np.zeros_like(v) for n, v in self.globals.items()} for _ in range(P)]
@@ -70,9 +70,9 @@ class Oracle:
         self.means: dict[int, Arrays] = {}
 
     def train(self, steps: int, rounds: Sequence[Sequence[int]] = ()) -> None:
-        """Train for steps of the schedule. In each round, a rank takes so many local steps; by default ``sync_every``.
+        """Train for ``steps`` of the schedule. ``rounds``: each rank's local steps per round (``sync_every``).
 
-        Before what is due after step t of the schedule, each rank has taken its part of them, rounded up.
+        By step t of the schedule, each rank has taken its share of the round's local steps, rounded up.
         """
         H, F = self.sync_every, len(self.fragments)
         ends = [(r * H + (i + 1) * H // F, i) for r in range(steps // H + 2) for i in range(F)]
@@ -80,7 +80,7 @@ class Oracle:
         for t in range(1, steps + 1):
             r, passed = divmod(t - 1, H)
             for rank in range(self.P):
-                before = sum(each[rank] for each in rounds[:r]) if rounds else r * H
+                before = sum(counts[rank] for counts in rounds[:r]) if rounds else r * H
                 n = rounds[r][rank] if rounds else H
                 while taken[rank] - before < -(-(passed + 1) * n // H):
                     taken[rank] += 1
@@ -97,7 +97,7 @@ class Oracle:
         self.trained[rank] |= {n for n in self.globals if n not in self.frozen(rank, step) and self.globals[n].size}
 
     def begin(self, fragment: int) -> None:
-        """Make the means of what any rank has trained."""
+        """Average the parameters that any rank has trained."""
         trained: set[str] = set().union(*self.trained)
         self.means[fragment] = {name: self.mean(name) for name in self.fragments[fragment] if name in trained}
 
@@ -105,16 +105,16 @@ class Oracle:
         summed = []
         size = self.globals[name].size
         for rank in range(self.P):
-            kept = self.residuals[rank]
+            residuals = self.residuals[rank]
             if name not in self.trained[rank]:
-                summed.append(np.zeros_like(kept[name]))
+                summed.append(np.zeros_like(residuals[name]))
                 continue
-            kept[name] = kept[name] * kept[name].dtype.type(self.decay) + self.moved(name, rank)
+            residuals[name] = residuals[name] * residuals[name].dtype.type(self.decay) + self.moved(name, rank)
             indices = np.arange(size)
             if size >= PLAIN["dense_below"] and self.density < 1:
-                indices, _ = reference.topk(kept[name], max(1, round(self.density * size)))
-            sent = np.zeros_like(kept[name])
-            sent[indices], kept[name][indices] = kept[name][indices], 0
+                indices, _ = reference.topk(residuals[name], max(1, round(self.density * size)))
+            sent = np.zeros_like(residuals[name])
+            sent[indices], residuals[name][indices] = residuals[name][indices], 0
             summed.append(sent)
         while len(summed) > 1:
             summed = [sum(summed[i : i + 2][1:], summed[i]) for i in range(0, len(summed), 2)]
@@ -125,18 +125,18 @@ class Oracle:
 
     def apply(self, fragment: int) -> None:
         for name, mean in self.means.pop(fragment).items():
-            held = self.globals[name]
+            x = self.globals[name]
             if self.sgd:
                 rate, momentum, nesterov = self.sgd
                 velocity = self.velocities[name] = (
                     momentum * self.velocities[name] + mean if name in self.velocities else mean
                 )
-                held -= rate * (mean + momentum * velocity if nesterov else velocity)
+                x -= rate * (mean + momentum * velocity if nesterov else velocity)
             else:
-                held -= mean
+                x -= mean
             for local, trained in zip(self.local, self.trained, strict=True):
                 trained.discard(name)
-                mixed = self.alpha * reference.widened(local[name]) + (1 - self.alpha) * held if self.alpha else held
+                mixed = self.alpha * reference.widened(local[name]) + (1 - self.alpha) * x if self.alpha else x
                 local[name][...] = mixed.reshape(local[name].shape).astype(local[name].dtype)
 
 
@@ -147,7 +147,7 @@ def made(transport: Any, parameters: Mapping[str, Any], density: Any = 0.1, **op
 def train(
     local: sc.LocalSteps, parameters: Arrays, rank: int, first: int, last: int, frozen: Frozen = nothing_frozen
 ) -> list[tuple[str, ...]]:
-    """Take the local steps ``first`` to ``last``; return the names that each of them replaced."""
+    """Take the local steps ``first`` to ``last``; return the names that each step replaced."""
     replaced = []
     for step in range(first, last + 1):
         move(parameters, rank, step, frozen)
@@ -156,7 +156,7 @@ def train(
 
 
 def left_out(local: Any) -> None:
-    """Do what the thread does when a deadline is over."""
+    """Act as the deadline thread does when the deadline has passed."""
     local = getattr(local, "_core", local)
     for exchange in local._exchanges.values():
         exchange.wait()
@@ -165,15 +165,15 @@ def left_out(local: Any) -> None:
 
 
 def comes_late(rank: int, rendezvous: Callable[[], object], **options: Any) -> tuple[sc.LocalSteps, dict[str, Any]]:
-    """Train on real ranks, where a local step of rank 0 ends when all others are some rounds further.
+    """Train on real ranks. One local step of rank 0 takes until all other ranks are some rounds ahead.
 
     Args:
-        rank: this one.
-        rendezvous: rank 0 calls it, to wait until all others have called it, which they do without waiting.
+        rank: this rank.
+        rendezvous: rank 0 calls it to wait for the other ranks, which call it without waiting.
         options: of `LocalSteps`.
 
     Returns:
-        What has trained, and has finished; and all that can be lost or counted twice.
+        The finished `LocalSteps`, and the values that `nothing_is_lost` adds up.
     """
     random, x, moved = np.random.default_rng(rank), {"x": np.zeros(50)}, np.zeros(50)
     local = sc.LocalSteps(x, 0.2, sync_every=4, deadline=1.5, **(PLAIN | {"decay": 1.0} | options))
@@ -193,12 +193,12 @@ def comes_late(rank: int, rendezvous: Callable[[], object], **options: Any) -> t
         seen.update(local.left_out)
         divisions.add(local.steps)
     local.finish(x)
-    held = local.global_parameters()["x"].copy()
-    waits = x["x"] - held - local.reducers[0].residual("x")
-    return local, {"held": held, "waits": waits, "moved": moved, "seen": seen, "divisions": divisions}
+    globals_ = local.global_parameters()["x"].copy()
+    waits = x["x"] - globals_ - local.reducers[0].residual("x")
+    return local, {"held": globals_, "waits": waits, "moved": moved, "seen": seen, "divisions": divisions}
 
 
 def nothing_is_lost(outcomes: Sequence[Mapping[str, Any]]) -> None:
-    """Check what the ranks of `comes_late` hold, who exchanged without a delay: whole numbers."""
-    whole = len(outcomes) * outcomes[0]["held"] + sum(each["waits"] for each in outcomes)
-    np.testing.assert_allclose(whole, sum(each["moved"] for each in outcomes), atol=1e-9)
+    """Check the outcomes of `comes_late` without a delay. All values are integers, so sums are exact."""
+    total = len(outcomes) * outcomes[0]["held"] + sum(outcome["waits"] for outcome in outcomes)
+    np.testing.assert_allclose(total, sum(outcome["moved"] for outcome in outcomes), atol=1e-9)

@@ -1,4 +1,4 @@
-"""What local steps do with arrays, with a PyTorch model and with a JAX tree, against the algorithm in plain NumPy."""
+"""Local steps with arrays, a PyTorch model and a JAX tree, compared with the algorithm in plain NumPy."""
 
 from __future__ import annotations
 
@@ -73,35 +73,35 @@ def test_the_whole_algorithm(
     names = [[list(SHAPES)[i] for i in positions] for positions in positions_of(results[0][0])]
     oracle = Oracle(P, names, sync_every, delay, alpha, density, sgd=sgd, frozen=frozen)
     oracle.train(steps)
-    exact = adapter is OnArrays and (density < 1 or P < 3)  # dense sums have another order
+    exact = adapter is OnArrays and (density < 1 or P < 3)  # dense sums add in another order
     close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 2e-6, "atol": 2e-6}
-    for rank, (_, parameters, held, residuals) in enumerate(results):
-        assert bits(held) == bits(results[0][2])
-        kept = dict(zip([name for part in names for name in part], residuals, strict=True))
+    for rank, (_, parameters, globals_, residuals) in enumerate(results):
+        assert bits(globals_) == bits(results[0][2])
+        residual_of = dict(zip([name for part in names for name in part], residuals, strict=True))
         for name, shape in SHAPES.items():
             assert parameters[name].dtype == DTYPES[name]
             chosen = close if exact or DTYPES[name] != "float16" else {"rtol": 1e-3, "atol": 1e-3}
-            for found, expected in (
+            for values, expected in (
                 (parameters[name], oracle.local[rank][name]),
-                (held[name], oracle.globals[name]),
-                (kept[name], oracle.residuals[rank][name]),
+                (globals_[name], oracle.globals[name]),
+                (residual_of[name], oracle.residuals[rank][name]),
             ):
-                np.testing.assert_allclose(found, expected.reshape(shape), err_msg=name, **chosen)
+                np.testing.assert_allclose(values, expected.reshape(shape), err_msg=name, **chosen)
 
 
 def positions_of(fragments: Any) -> list[list[int]]:
-    """The positions of the parameters of each fragment, whatever an adapter calls them."""
+    """Return the positions of each fragment's parameters; adapters name them differently."""
     order = sorted(name for names in fragments for name in names)
     return [[order.index(name) for name in names] for names in fragments]
 
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_slow_late_and_resumed_ranks_do_what_they_do_with_arrays(delay: int) -> None:
-    """Bit for bit: all factors are powers of two."""
+    """The results are equal bit for bit, since all factors are powers of two."""
 
-    def program(transport: simulated.SimulatedTransport, made: type[OnArrays], stops: bool) -> Any:
+    def program(transport: simulated.SimulatedTransport, adapter: type[OnArrays], stops: bool) -> Any:
         def new() -> OnArrays:
-            return made(transport, sgd=(0.5, 0.5, True), fragment_sync_delay=delay, **UNEVEN)
+            return adapter(transport, sgd=(0.5, 0.5, True), fragment_sync_delay=delay, **UNEVEN)
 
         mine, step = new(), 0
         while mine.local.round < 5:
@@ -113,7 +113,7 @@ def test_slow_late_and_resumed_ranks_do_what_they_do_with_arrays(delay: int) -> 
             if stops and (mine.local.round, mine.local.local_step) == (3, 0):
                 state, values = pickle.loads(pickle.dumps(mine.local.state_dict())), mine.values()
                 values = {name: array.copy() for name, array in values.items()}
-                mine.finish()  # the state must not see it
+                mine.finish()  # must not change the saved state
                 number_reducers_from_0(transport)  # as in a new process
                 mine, stops = new(), False
                 mine.write(values)
@@ -121,18 +121,18 @@ def test_slow_late_and_resumed_ranks_do_what_they_do_with_arrays(delay: int) -> 
         mine.finish()
         return mine.local.steps, mine.local.left_out, bits(mine.values()), bits(mine.global_parameters())
 
-    found = {
+    outcomes = {
         (name, stops): run(2, lambda transport, a=adapter, s=stops: program(transport, a, s))
         for name, adapter in ADAPTERS.items()
         for stops in (False, True)
     }
-    for case, results in found.items():
-        assert results == found["arrays", False], case
+    for case, results in outcomes.items():
+        assert results == outcomes["arrays", False], case
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_after_an_error_ranks_lose_one_and_take_in_another(adapter: type[OnArrays], delay: int) -> None:
-    """The error sets local parameters to the global ones. Then rank 2 leaves, and one with other weights joins."""
+    """The error resets local parameters to the global ones. Then rank 2 leaves, and a rank with other weights joins."""
     options: dict[str, Any] = {"sync_every": 2, "decay": 1.0, "fragment_sync_delay": delay}
 
     def begin(transport: simulated.SimulatedTransport) -> Any:
@@ -169,8 +169,8 @@ def test_after_an_error_ranks_lose_one_and_take_in_another(adapter: type[OnArray
             )
         rebuilt = mine.rebuild(transport, joining=transport.rank == 2)
         if transport.rank == 2:
-            held = mine.global_parameters()
-            assert bits(mine.values()) == bits({name: held[name].astype(DTYPES[name]) for name in SHAPES})
+            globals_ = mine.global_parameters()
+            assert bits(mine.values()) == bits({name: globals_[name].astype(DTYPES[name]) for name in SHAPES})
         for step in range(7, 11):
             mine.step(transport.rank, step)
         mine.finish()

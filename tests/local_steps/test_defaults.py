@@ -12,7 +12,7 @@ from sparsecomm.tensors.interop import specs_of
 from sparsecomm.tuning.equal_loss import nats, relative_steps
 from tests.ranks import run
 
-AUTO = Comparison((("split:2", 1.0), ("allgather", 1.0)))  # of rounds of one step
+AUTO = Comparison((("split:2", 1.0), ("allgather", 1.0)))  # for rounds of one step
 NARROW, WIDE = {"x": np.zeros(5000, np.float16)}, {"x": np.zeros(5000), "y": np.zeros(3, np.float32)}
 
 
@@ -31,7 +31,7 @@ NARROW, WIDE = {"x": np.zeros(5000, np.float16)}, {"x": np.zeros(5000), "y": np.
     ],
 )
 def test_defaults_give_way(parameters: Any, asked: Any, expected: Any) -> None:
-    """What they become is what a `Reducer` takes; a round is made with it."""
+    """A `Reducer` accepts the resulting options, and a round works with them."""
     options: dict[str, Any] = dict(with_defaults(specs_of(parameters).values(), 1, **asked))
     assert options == options | asked | expected
 
@@ -48,10 +48,10 @@ def test_defaults_give_way(parameters: Any, asked: Any, expected: Any) -> None:
 
 
 def test_what_trains_worse_must_be_faster_by_as_much() -> None:
-    """H = 30 came to 1.649 nats and to 1.552; dense sums with half of the steps were 0.228 nats worse."""
+    """In the report, H = 30 reached 1.649 and 1.552 nats; dense sums with half of the steps were 0.228 nats worse."""
     assert auto_algorithm(1) == AUTO
     assert repr(auto_algorithm(30)) == f"split:2*{2 ** ((1.649 - 1.552) / (1.714 - 1.486)):.2f}|allgather"
-    assert auto_algorithm(10**6) == auto_algorithm(100)  # beyond all runs
+    assert auto_algorithm(10**6) == auto_algorithm(100)  # beyond the largest measured H
 
 
 @pytest.mark.parametrize(("H", "P", "rate", "rtt"), [(30, 8, 1e8, 0.0), (30, 4, 1e9, 0.0), (10, 8, 1e9, 0.08)])
@@ -61,10 +61,10 @@ def test_auto_takes_least_time_to_equal_loss(H: int, P: int, rate: float, rtt: f
     def took(transport: Any) -> str:
         local = sc.LocalSteps({"x": np.zeros(n, np.float32)}, comm=transport, sync_every=H)
         o = local.reducers[0]._settings
-        found = sc.explain(n, 64 / 4096, comm=transport, algorithm=o.algorithm, wire=o.wire)
+        explanation = sc.explain(n, 64 / 4096, comm=transport, algorithm=o.algorithm, wire=o.wire)
         worse = {"split:2": relative_steps(nats("split:2", H)), "allgather": relative_steps(nats("allgather", H))}
-        best = min(found.candidates, key=lambda c: c.seconds * worse[c.algorithm.name])
-        assert found.candidates[0] is best
+        best = min(explanation.candidates, key=lambda c: c.seconds * worse[c.algorithm.name])
+        assert explanation.candidates[0] is best
         return best.algorithm.name
 
     assert len(set(run(P, took, nodes=range(P), alpha=rtt / 2 + 1e-4, beta=8 / rate))) == 1

@@ -1,4 +1,4 @@
-"""Interrupted local steps: what a rank has moved is in the global parameters or in the residuals, once."""
+"""Interrupted local steps: each change of a parameter ends up once, in the global parameters or the residuals."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SETTINGS = PLAIN | {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_
 
 @pytest.fixture(autouse=True)
 def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupts come in the contexts of `contextlib`, too, in which compiled code does its work."""
+    """Interrupt inside `contextlib`, too, since compiled code runs in its contexts."""
     monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__))
 
 
 def trained(
     transport: simulated.SimulatedTransport, steps: int, within: Any, late: tuple[int, int] = (-1, -1), **options: Any
 ) -> Any:
-    """Train, with each step in a context of its own; after an interrupt go on with the same parameters.
+    """Train with each step in its own context; after an interrupt, continue with the same parameters.
 
-    ``late``: the rank that is left out of an exchange, and does not train one parameter; and its step.
+    ``late``: a rank and a step. The rank is left out of that exchange, and does not train one parameter.
     """
     parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     local = sc.LocalSteps(parameters, 0.2, comm=transport, **(SETTINGS | options))
-    local._timer.clock = lambda: 0.0  # all take the same time
+    local._timer.clock = lambda: 0.0  # all steps take the same time
     random = np.random.default_rng(transport.rank)
     for step in range(1, steps + 1):
         for name, shape in SHAPES.items():
@@ -49,7 +49,7 @@ def trained(
         with contextlib.suppress(InterruptError), within(local, step):
             local.step(parameters)
         counted = (local.round, local.local_step) != place
-        if local._phase is Phase.LEFT_OUT or not (counted or was_late):  # it came before the step was counted
+        if local._phase is Phase.LEFT_OUT or not (counted or was_late):  # the step was not counted
             local.step(parameters)
         if local._due_events:
             with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
@@ -78,7 +78,7 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(
         @contextlib.contextmanager
         def within(local: sc.LocalSteps, step: int) -> Iterator[None]:
             if step == 4 and local._phase is not Phase.LEFT_OUT:
-                local.state_dict()  # its calls are made here
+                local.state_dict()  # finishes calls under way
             if (step, transport.rank) != (stopped, 0):
                 yield
                 return

@@ -1,4 +1,4 @@
-"""Ranks that come too late to an exchange: what they have trained is exchanged later, once; and the deadline."""
+"""The deadline, and ranks that miss it: their training is exchanged later, exactly once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXACT = PLAIN | {"decay": 1.0}
 def test_nothing_is_lost_or_counted_twice(
     data: st.DataObject, P: int, fragments: int, by_speed: bool, wire: str
 ) -> None:
-    """Whole numbers: what ranks have moved is in the global parameters, in residuals, or in the local parameters."""
+    """Each change is in global parameters, residuals or local parameters. All are integers, so sums are exact."""
     rounds = 4
     late = {
         (rank, step): data.draw(st.integers(1, 3), label=f"rank {rank} is late at step {step}")
@@ -48,7 +48,7 @@ def test_nothing_is_lost_or_counted_twice(
             transport.compute(1.0 + transport.rank)
             for name, shape in SHAPES.items():
                 change = np.random.default_rng((transport.rank, step)).integers(-8, 8, shape)
-                if name == "b" and ((step + transport.rank) % 5 > 1 or 5 < local._passed() < 10):  # it is not trained
+                if name == "b" and ((step + transport.rank) % 5 > 1 or 5 < local._passed() < 10):  # not trained
                     continue
                 parameters[name] += change
                 moved[name] += change
@@ -60,18 +60,18 @@ def test_nothing_is_lost_or_counted_twice(
         return moved, parameters, local.global_parameters(), [reducer.state_dict() for reducer in local.reducers]
 
     results = run(P, program)
-    held = results[0][2]
-    for _, _, theirs, _ in results:
-        assert bits(theirs) == bits(held)
+    globals_ = results[0][2]
+    for _, _, others, _ in results:
+        assert bits(others) == bits(globals_)
     for name in SHAPES:
         waits = [state["residuals"][name] for *_, states in results for state in states if name in state["residuals"]]
-        unsent = [parameters[name] - held[name] for _, parameters, _, _ in results]
-        whole = P * held[name] - sum(waits) + sum(unsent)
-        np.testing.assert_array_equal(whole, sum(moved[name] for moved, *_ in results), err_msg=name)
+        unsent = [parameters[name] - globals_[name] for _, parameters, _, _ in results]
+        total = P * globals_[name] - sum(waits) + sum(unsent)
+        np.testing.assert_array_equal(total, sum(moved[name] for moved, *_ in results), err_msg=name)
 
 
 def test_a_state_with_an_exchange_for_which_the_rank_was_late() -> None:
-    """It is under way, and its application must not take away what the rank has trained."""
+    """Applying the exchange after loading must not undo the rank's training."""
     options = EXACT | {"sync_every": 4, "fragment_sync_delay": 3}
 
     def program(transport: simulated.SimulatedTransport, *, stops: bool) -> Any:
@@ -115,15 +115,15 @@ def test_an_exchange_that_fails_is_kept_by_all_also_by_a_late_rank() -> None:
                 local.step(x)
         return local.global_parameters()["x"], local.reducers[0].residual("x"), x["x"]
 
-    (held, first, _), (theirs, second, mine) = run(2, program)
-    np.testing.assert_array_equal(held, theirs)
+    (global_0, first, _), (global_1, second, mine) = run(2, program)
+    np.testing.assert_array_equal(global_0, global_1)
     sums = sum(np.random.default_rng((r, s)).integers(-8, 8, 50) for r in range(2) for s in range(5))
-    np.testing.assert_array_equal(2 * held - first - second + (mine - held), sums)
+    np.testing.assert_array_equal(2 * global_0 - first - second + (mine - global_0), sums)
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_deadline_does_not_hold_up_steps(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe comes after the calls in the queue, which may take long."""
+    """A probe waits behind the calls in the queue, which may take long."""
     left, limit, took = list[int](), deadline.Deadline(2.0), list[bool]()
     program: Any = SimpleNamespace(expected_seconds=lambda step: 1.0, leave_out=lambda: left.append(1))
     transport: Any = SimpleNamespace(clock=lambda: 10.0)

@@ -49,15 +49,15 @@ def test_what_waits_in_residuals_can_be_discarded(delay: int) -> None:
 
 
 def failing(local: sc.LocalSteps, parameters: Any, rank: int, step: int, error: type[Exception], match: str) -> None:
-    """The exchange that is applied after a local step fails: what then holds on every rank."""
-    before, held = local.state_dict()["reducers"], local.global_parameters()
-    unchanged = bits(held)
+    """Check that an exchange that fails resets local parameters to the global ones, and keeps changes in residuals."""
+    before, globals_ = local.state_dict()["reducers"], local.global_parameters()
+    unchanged = bits(globals_)
     move(parameters, rank, step)
-    moved = {name: held[name] - parameters[name] for name in held}
+    moved = {name: globals_[name] - parameters[name] for name in globals_}
     with pytest.raises(error, match=match):
         local.step(parameters)
-    assert bits(held) == unchanged
-    for name, array in held.items():
+    assert bits(globals_) == unchanged
+    for name, array in globals_.items():
         np.testing.assert_array_equal(parameters[name], array.astype(DTYPES[name]))
     for reducer, old in zip(local.reducers, before, strict=True):
         for name in reducer.names:
@@ -72,7 +72,7 @@ def failing(local: sc.LocalSteps, parameters: Any, rank: int, step: int, error: 
     ],
 )
 def test_ranks_that_differ_are_told_on_all_ranks_and_nothing_is_lost(uneven: bool, error: Any, match: str) -> None:
-    """They take unequally many local steps, or begin with other parameters."""
+    """Ranks take different numbers of local steps, or begin with different parameters."""
 
     def program(transport: simulated.SimulatedTransport) -> int:
         parameters, odd = initial(), transport.rank == 1
@@ -94,7 +94,7 @@ def test_the_error_of_an_exchange_is_what_went_wrong_first(P: int, delay: int) -
         raised: list[BaseException] = []
         local = made(transport, parameters, sync_every=2, fragment_sync_delay=delay)
         for step in range(5):
-            if step == 3 and transport.rank == 1:  # comes no more
+            if step == 3 and transport.rank == 1:  # makes no further call
                 return []
             move(parameters, transport.rank, step)
             try:
@@ -103,9 +103,9 @@ def test_the_error_of_an_exchange_is_what_went_wrong_first(P: int, delay: int) -
                 raised.append(error)
         return raised
 
-    told = [errors for errors in run(P, program) if errors]
-    assert len(told) == P - 1
-    assert all("did not make this call" not in str(errors[0]) for errors in told)
+    errors_by_rank = [errors for errors in run(P, program) if errors]
+    assert len(errors_by_rank) == P - 1
+    assert all("did not make this call" not in str(errors[0]) for errors in errors_by_rank)
 
 
 @pytest.mark.parametrize("fragments", [1, TWO])
@@ -117,7 +117,7 @@ def test_nan_on_one_rank_counts_for_nobody(fragments: Any, caplog: pytest.LogCap
         options = {"sync_every": 2, "decay": 1.0, "fragments": fragments, "fragment_update_alpha": 0.5}
         local = made(transport, parameters, **options)
         train(local, parameters, transport.rank, 1, 4)
-        before, held = local.state_dict(), {name: array.copy() for name, array in local.global_parameters().items()}
+        before, globals_ = local.state_dict(), {name: array.copy() for name, array in local.global_parameters().items()}
         move(parameters, transport.rank, 5)
         if transport.rank == 1:
             for name in ("a", "e", "f"):
@@ -125,15 +125,15 @@ def test_nan_on_one_rank_counts_for_nobody(fragments: Any, caplog: pytest.LogCap
         replaced = local.step(parameters)
         if fragments == 1:
             assert replaced == ()
-            moved = {name: array - parameters[name] for name, array in held.items()}
+            moved = {name: array - parameters[name] for name, array in globals_.items()}
             replaced = local.step(parameters)
-            assert bits(local.global_parameters()) == bits(held)
+            assert bits(local.global_parameters()) == bits(globals_)
             for name, residual in before["reducers"][0]["residuals"].items():
                 dropped = transport.rank == 1 and name in ("a", "e", "f")
                 expected = residual if dropped else residual + moved[name]
                 np.testing.assert_array_equal(local.reducers[0].residual(name), expected)
         for name in replaced:
-            np.testing.assert_array_equal(parameters[name], held[name].astype(DTYPES[name]))
+            np.testing.assert_array_equal(parameters[name], globals_[name].astype(DTYPES[name]))
         assert all(np.isfinite(values).all() for values in parameters.values())
         return replaced, [reducer.counters.skipped for reducer in local.reducers]
 
@@ -150,7 +150,7 @@ def test_nan_on_one_rank_counts_for_nobody(fragments: Any, caplog: pytest.LogCap
 @pytest.mark.parametrize("what", ["parameter", "float16 parameter", "velocity"])
 @pytest.mark.parametrize("density", [0.3, 1.0])
 def test_an_outer_step_that_would_overflow_counts_for_nobody(what: str, density: float) -> None:
-    """All pseudo-gradients are finite; the next round counts again."""
+    """All pseudo-gradients are finite. The next round is applied again."""
     dtype = np.float16 if what == "float16 parameter" else np.float32
     big = float(np.finfo(dtype).max) * 0.9
 
@@ -174,8 +174,8 @@ def test_an_outer_step_that_would_overflow_counts_for_nobody(what: str, density:
             local.step(parameters)
             same = all(np.array_equal(before[name], array) for name, array in local.global_parameters().items())
             assert same == overflows
-            kept = [*parameters.values(), *local.global_parameters().values(), local.reducers[0].residual("a")]
-            assert all(np.isfinite(array).all() for array in kept)
+            arrays = [*parameters.values(), *local.global_parameters().values(), local.reducers[0].residual("a")]
+            assert all(np.isfinite(array).all() for array in arrays)
         assert all(np.isfinite(velocity).all() for velocity in outer._velocities.values()) if outer else True
         return local.global_parameters()["a"].tobytes()
 
@@ -187,7 +187,7 @@ def test_a_program_that_ends_in_the_middle_of_an_exchange_applies_it() -> None:
     def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
         local = made(transport, parameters, sync_every=4, fragment_sync_delay=2, fragments=2)
-        train(local, parameters, transport.rank, 1, 3)  # one fragment's has ended, the other one's begins after step 2
+        train(local, parameters, transport.rank, 1, 3)  # to the middle of the second fragment's exchange
         first = local.finish(parameters)
         assert local.finish(parameters) == ()
         assert train(local, parameters, transport.rank, 4, 4) == [()]
@@ -216,10 +216,10 @@ def test_a_round_of_a_large_model_takes_as_few_trips_as_one_of_a_small_one(delay
 
     for result in simulated.run(3, program, alpha=1.0):
         assert result.value is not None
-        assert min(result.value) <= 3.0  # two of sums, one of what ranks tell each other
+        assert min(result.value) <= 3.0  # latencies: two for the sums, one for the agreement
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refused arguments ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

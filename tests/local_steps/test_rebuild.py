@@ -1,4 +1,4 @@
-"""Local steps that go on with other ranks: some are gone, some are new, some do not fit."""
+"""`rebuild` of local steps: with lost ranks, with new ranks, and with ranks that do not fit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def trained(P: int, steps: int, outer: Any = sc.NesterovSGD, density: Any = 0.1)
         train(local, parameters, transport.rank, 1, steps)
         return local, parameters
 
-    found: list[tuple[sc.LocalSteps, Arrays]] = run(P, program)
-    return found
+    results: list[tuple[sc.LocalSteps, Arrays]] = run(P, program)
+    return results
 
 
 def residuals(local: sc.LocalSteps) -> Arrays:
@@ -36,7 +36,7 @@ def residuals(local: sc.LocalSteps) -> Arrays:
 @pytest.mark.parametrize("steps", [4, 6])  # between rounds, and in the middle of one
 @pytest.mark.parametrize("outer", [None, sc.NesterovSGD])
 def test_survivors_keep_what_they_have_and_a_new_rank_gets_the_rest(steps: int, outer: Any) -> None:
-    """Rank 1 of 4 is gone. The new rank comes first, with other parameters."""
+    """Rank 1 of 4 is gone. A new rank with other parameters becomes rank 0."""
     density = sc.Warmup(0.1, 2)
     ranks_of = trained(4, steps, outer, density)
     stay = [ranks_of[rank] for rank in (0, 2, 3)]
@@ -52,8 +52,8 @@ def test_survivors_keep_what_they_have_and_a_new_rank_gets_the_rest(steps: int, 
         rebuilt = local.rebuild(transport, parameters, joining=new)
         if new:
             assert not any(residual.any() for residual in residuals(local).values())
-            for name, held in local.global_parameters().items():
-                np.testing.assert_array_equal(parameters[name], held.astype(parameters[name].dtype))
+            for name, array in local.global_parameters().items():
+                np.testing.assert_array_equal(parameters[name], array.astype(parameters[name].dtype))
         else:
             assert (bits(residuals(local)), bits(local.global_parameters()), bits(parameters)) == before
         train(local, parameters, transport.rank, steps + 1, 12)
@@ -66,27 +66,27 @@ def test_survivors_keep_what_they_have_and_a_new_rank_gets_the_rest(steps: int, 
 
 
 def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:
-    """An exchange fails. Rank 1 has not seen it yet, and rank 2 has got other global parameters meanwhile."""
+    """An exchange has failed. Rank 1 has not noticed yet, and rank 2 has different global parameters."""
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
         local = made(transport, parameters, decay=1.0, **SETTINGS)
         train(local, parameters, transport.rank, 1, 4)
-        held, kept = local.global_parameters(), residuals(local)
-        before = bits(held)
+        globals_, old_residuals = local.global_parameters(), residuals(local)
+        before = bits(globals_)
         local.reducers[0]._open.number += transport.rank == 1
         train(local, parameters, transport.rank, 5, 5)
-        moved = {name: array - parameters[name] for name, array in held.items()}
+        moved = {name: array - parameters[name] for name, array in globals_.items()}
         if transport.rank != 1:
             with pytest.raises(sc.CollectiveMismatchError):
                 train(local, parameters, transport.rank, 6, 6)
         if transport.rank == 2:
-            held["a"][...] = 0
+            globals_["a"][...] = 0
         rebuilt = local.rebuild(transport, parameters)
         assert bits(local.global_parameters()) == before
         for name in local.fragments[0]:
-            np.testing.assert_array_equal(local.reducers[0].residual(name), kept[name] + moved[name])
-            np.testing.assert_array_equal(parameters[name], held[name].astype(parameters[name].dtype))
+            np.testing.assert_array_equal(local.reducers[0].residual(name), old_residuals[name] + moved[name])
+            np.testing.assert_array_equal(parameters[name], globals_[name].astype(parameters[name].dtype))
         train(local, parameters, transport.rank, 7, 12)
         return rebuilt.step, rebuilt.steps_apart, local.round, bits(local.global_parameters())
 
@@ -131,7 +131,7 @@ def test_a_new_rank_that_does_not_fit_is_told_to_all(
 
 
 class Outer(sc.NesterovSGD):
-    """Sends this in the place of its state, and loads what it gets by this."""
+    """An outer optimizer that returns ``sends`` as its state, and calls ``loads`` after loading."""
 
     sends: Any = None
     loads: Any = None
@@ -182,7 +182,7 @@ def test_an_outer_state_that_cannot_be_sent_or_loaded_is_an_error_on_all_ranks(
         assert message in str(raised.value)
         outer.sends = outer.loads = None
         assert loads is not None or state_of(local) == before
-        local.rebuild(transport, parameters)  # and now it goes on
+        local.rebuild(transport, parameters)
         train(local, parameters, transport.rank, 7, 12)
         return bits(local.global_parameters())
 
@@ -192,7 +192,7 @@ def test_an_outer_state_that_cannot_be_sent_or_loaded_is_an_error_on_all_ranks(
 
 
 def test_global_parameters_are_broadcast_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one parameter at a time is copied to the host, because a copy of the model may not fit."""
+    """A copy of the whole model may not fit into host memory."""
     events: list[str] = []
 
     class Ranks:

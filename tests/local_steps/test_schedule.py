@@ -1,4 +1,4 @@
-"""When fragments are exchanged, how rounds are divided among ranks of different speeds, and what is exchanged then."""
+"""The schedule of fragments, and the division of rounds among ranks of different speeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reducer.programs import bits
 
 CHECK = settings(max_examples=200)
 FEW = settings(max_examples=15)
-SPEEDS = (1, 1, 2, 2, 2, 4, 4, 4)  # the units that a local step takes
+SPEEDS = (1, 1, 2, 2, 2, 4, 4, 4)  # duration of a local step on each rank
 TIMES = st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7, 8.0]), min_size=1, max_size=4)
 
 
@@ -35,7 +35,7 @@ def sync_schedules(draw: st.DrawFn) -> SyncSchedule:
 @given(sync_schedules())
 def test_each_fragment_is_exchanged_once_in_a_round_and_never_twice_at_a_time(schedule: SyncSchedule) -> None:
     H, F, d = schedule.sync_every, schedule.fragments, schedule.delay
-    under_way: dict[int, tuple[int, int]] = {}  # by fragment: the round, and the step of the beginning
+    under_way: dict[int, tuple[int, int]] = {}  # fragment -> (round, step of its begin)
     last = dict.fromkeys(range(F), 0)
     applied = []
     for step in range(1, 4 * H + 1):
@@ -73,8 +73,8 @@ def test_equal_tensors_are_split_equally() -> None:
 @given(st.integers(1, 4), TIMES)
 def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, seconds: list[float]) -> None:
     def waits(steps: Sequence[int]) -> float:
-        each = [n * t for n, t in zip(steps, seconds, strict=True)]
-        return 1 - sum(each) / max(each) / P
+        busy = [n * t for n, t in zip(steps, seconds, strict=True)]
+        return 1 - sum(busy) / max(busy) / P
 
     P = len(seconds)
     total = sync_every * P
@@ -93,13 +93,13 @@ def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, secon
 @CHECK
 @given(st.integers(4, 50), st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=1, max_size=8), st.integers(0, 99))
 def test_noise_hardly_changes_the_numbers(sync_every: int, speeds: list[float], seed: int) -> None:
-    """They may change to ones that noise has shown to be better, but not go to and fro."""
+    """Noise may improve the numbers, but must not make them oscillate."""
     rule, random = SyncSchedule(sync_every, by_speed=True), np.random.default_rng(seed)
     paces = [rule.pace_after(Pace(), 1, speeds)]
     for round_no in range(2, 30):
         paces.append(rule.pace_after(paces[-1], round_no, list(speeds * random.uniform(0.99, 1.01, len(speeds)))))
     assert sum(a.steps != b.steps for a, b in pairwise(paces)) <= 2
-    assert rule.pace_after(paces[-1], 30, [0.0, *speeds[1:]]).steps == paces[-1].steps  # one could not be measured
+    assert rule.pace_after(paces[-1], 30, [0.0, *speeds[1:]]).steps == paces[-1].steps  # one rank has no measurement
     if len(set(speeds)) == 1:
         assert paces[-1].steps == (sync_every,) * len(speeds)
 
@@ -107,7 +107,7 @@ def test_noise_hardly_changes_the_numbers(sync_every: int, speeds: list[float], 
 @pytest.mark.parametrize("by_speed", [True, False])
 @pytest.mark.parametrize("others", [1, 2, 5])
 def test_a_rank_that_never_comes_does_not_stretch_the_rounds(by_speed: bool, others: int) -> None:
-    """Deadlines are counted from the time of a round, and what a late rank tells is how long it was waited for."""
+    """Deadlines depend on the duration of a round, and a late rank reports how long the others waited."""
     rule = SyncSchedule(4, by_speed=by_speed, deadline=1.5)
     pace = rule.pace_after(Pace(), 1, [1.0] + [3.0] * others)
     for round_no in range(2, 12):
@@ -119,7 +119,7 @@ def test_a_rank_that_never_comes_does_not_stretch_the_rounds(by_speed: bool, oth
 def trained(
     transport: simulated.SimulatedTransport, times: Any, rounds: int, density: float = 0.1, **options: Any
 ) -> tuple[sc.LocalSteps, Arrays, list[tuple[int, ...]]]:
-    """Train for some rounds, by steps that take this rank's time; return the divisions of the rounds, too."""
+    """Train for some rounds with this rank's step time. Also return the division of each round."""
     parameters, divisions, step = initial(), [], 0
     local = made(transport, parameters, density, **options)
     while local.round < rounds:
@@ -159,17 +159,17 @@ def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any]) -> No
         alpha=options["fragment_update_alpha"],
     )
     oracle.train(rounds * schedule["sync_every"], divisions)
-    for rank, (local, parameters, each) in enumerate(results):
-        held = local.global_parameters()
-        assert each == divisions
-        assert bits(held) == bits(results[0][0].global_parameters())
+    for rank, (local, parameters, own_divisions) in enumerate(results):
+        globals_ = local.global_parameters()
+        assert own_divisions == divisions
+        assert bits(globals_) == bits(results[0][0].global_parameters())
         for name, values in parameters.items():
-            for mine, theirs in ((values, oracle.local[rank][name]), (held[name], oracle.globals[name])):
-                np.testing.assert_allclose(mine, theirs.reshape(values.shape), rtol=2e-6, atol=2e-6, err_msg=name)
+            for mine, expected in ((values, oracle.local[rank][name]), (globals_[name], oracle.globals[name])):
+                np.testing.assert_allclose(mine, expected.reshape(values.shape), rtol=2e-6, atol=2e-6, err_msg=name)
 
 
 def test_nobody_waits_for_the_slowest() -> None:
-    """By equal numbers the mean worker would compute for 0.625 of the time."""
+    """With equal numbers of steps, the mean worker would compute 62.5 % of the time."""
     P, rounds = len(SPEEDS), 20
 
     def program(transport: simulated.SimulatedTransport) -> Any:

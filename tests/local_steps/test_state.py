@@ -35,7 +35,7 @@ def nesterov(transport: simulated.SimulatedTransport, parameters: Arrays, **opti
         (1, {}, range(3, 11)),  # two rounds
         (3, {}, range(3, 11)),
         (3, {"fragments": 1, "fragment_sync_delay": 3, "scope": "chunk", "chunk": 16, "algorithm": "split"}, (6, 7)),
-        (2, {"fragments": 1, "sync_every": 6, "by_speed": True}, (4, 6, 10, 12)),  # all ranks load at one place
+        (2, {"fragments": 1, "sync_every": 6, "by_speed": True}, (4, 6, 10, 12)),  # all ranks load at the same step
     ],
 )
 def test_a_run_that_resumes_from_any_local_step_is_bit_identical(P: int, options: dict[str, Any], stops: Any) -> None:
@@ -79,7 +79,7 @@ def test_the_schedule_may_change_between_rounds() -> None:
 
 
 def trained(P: int, cuda: DeferredRuntime | None) -> list[Any]:
-    """Two rounds, on the device if there is one, each rank on a stream of its own."""
+    """Train for two rounds, on the device if there is one. Each rank uses its own stream."""
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         with cuda.on_stream(cuda.new_stream()) if cuda else nullcontext():
@@ -105,14 +105,14 @@ def trained(P: int, cuda: DeferredRuntime | None) -> list[Any]:
 
 
 def test_the_same_bits_on_every_device(cuda: DeferredRuntime) -> None:
-    found = trained(2, cuda)
+    on_device = trained(2, cuda)
     assert cuda.launches
-    assert found == trained(2, None)
+    assert on_device == trained(2, None)
 
 
 @pytest.mark.parametrize("outer", [type(None), sc.NesterovSGD])
 def test_the_host_waits_as_often_for_many_tensors_as_for_few(cuda: DeferredRuntime, outer: Any) -> None:
-    """After the first round, which compares parameters."""
+    """The first round is not counted: it compares parameters."""
 
     def counted(number: int) -> list[int]:
         def program(transport: simulated.SimulatedTransport) -> list[int]:

@@ -1,8 +1,8 @@
-"""What survivors see when a rank dies, as programs of ranks under ``mpirun --with-ft ulfm``: each by its name.
+"""Cases in which a rank dies, run by name on all ranks under ``mpirun --with-ft ulfm``.
 
 mpirun --with-ft ulfm -n 4 python -m tests.mpi.lost_rank FOLDER everywhere 3
 
-The number is that of the ranks that are left in the end.
+The number is the number of ranks that survive.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mark(name: str) -> None:
 
 
 def marked(name: str, count: int) -> None:
-    """Wait until ``count`` ranks have marked it, without MPI."""
+    """Wait until ``count`` ranks have marked ``name``, without MPI."""
     until(lambda: len(list(FOLDER.glob(f"{name} *"))) >= count, f"{count} ranks at {name!r}")
 
 
@@ -49,14 +49,14 @@ def die() -> None:
 
 
 def call(comm: MPI.Comm | None = None, **options: object) -> np.ndarray:
-    """A call on numbers that tell its ranks apart; return the sum."""
+    """Make a call with a different number on each rank, and return the sum."""
     out = np.zeros_like(ones)
     sc.sparse_allreduce(ones * (1 + RANK), 1000, comm=comm, out=out, **options)
     return out
 
 
 def fails(do: Callable[[], object], lost: tuple[int, ...] = (VICTIM,)) -> None:
-    """It raises, soon after the death, and names who died."""
+    """Check that an action soon raises an error that names the dead ranks."""
     marked("dead", len(lost))
     began = time.monotonic()
     with pytest.raises(sc.RankFailedError) as error:
@@ -78,7 +78,7 @@ def goes_on(comm: MPI.Intracomm, size: int = 3) -> None:
         assert np.array_equal(call(comm), everyone * ones)
 
 
-# -- who waits for what -----------------------------------------------------------------------------------------------
+# -- calls ------------------------------------------------------------------------------------------------------------
 
 
 def everywhere() -> None:
@@ -108,20 +108,20 @@ def everywhere() -> None:
     transport.transport_of(comms[3]).close()
     assert time.monotonic() - began[0] < SOON
     assert np.array_equal(residual, ones * (1 + RANK))
-    fails(lambda: call(comms[0]))  # and ever after
+    fails(lambda: call(comms[0]))
     goes_on(sc.shrink(comms[4]))
     goes_on(sc.shrink())
 
 
 def fails_each(handles: list[sc.Handle]) -> None:
-    """All calls that were submitted fail alike, also those that have not begun."""
+    """All submitted calls fail in the same way, including those that have not begun."""
     for handle in handles[1:]:
         fails(handle.wait)
     handles[0].wait()
 
 
 def while_one_computes() -> None:
-    """Who makes no call learns nothing, and the others wait for its vote; when it shrinks, they need it no more."""
+    """A rank that makes no call learns nothing, and the others wait for its vote until it shrinks its communicator."""
     call()
     if RANK == VICTIM:
         die()
@@ -137,7 +137,7 @@ def while_one_computes() -> None:
 
 
 def register_late(name: str, then: Callable[[], object]) -> None:
-    """Make an algorithm: as "butterfly", but when all ranks have the result the victim does something else."""
+    """Register an algorithm like "butterfly", in which the victim calls ``then`` once all ranks have the result."""
 
     def run(*arguments: Any) -> sc.SparseVector:
         result = ALGORITHMS["butterfly"].run(*arguments)
@@ -151,7 +151,7 @@ def register_late(name: str, then: Callable[[], object]) -> None:
 
 
 def one_leaves_or_dies_when_all_have_the_result() -> None:
-    """Nobody counts the call, although all could. After an error the next one works."""
+    """No rank counts the call, although all have the result. After the error the next call works."""
 
     def leave() -> None:
         raise KeyError("of this rank")
@@ -177,7 +177,7 @@ def one_leaves_or_dies_when_all_have_the_result() -> None:
 
 
 def one_never_makes_the_call() -> None:
-    """The others time out, give the communicator up, and say so to the one that comes late."""
+    """The others time out, give up the communicator, and tell the late rank."""
     call()
     os.environ["SPARSECOMM_TIMEOUT"] = "0.5"
     if RANK == VICTIM:
@@ -197,7 +197,7 @@ def one_never_makes_the_call() -> None:
 
 
 def another_dies_meanwhile() -> None:
-    """While the ranks shrink, one more dies; 0.2 s later, or so."""
+    """Another rank dies while the survivors shrink the communicator, or 0.2 s later."""
     call()
     if RANK == VICTIM:
         die()
@@ -206,7 +206,7 @@ def another_dies_meanwhile() -> None:
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
         time.sleep(0.009)
     comm = sc.shrink()
-    if comm.Get_size() == 3:  # it has lived for longer
+    if comm.Get_size() == 3:  # the other rank died after the shrink
         with pytest.raises(sc.RankFailedError):
             forever(lambda: call(comm))
         comm = sc.shrink(comm)
@@ -225,7 +225,7 @@ if __name__ == "__main__":
     print(f"rank {RANK}: {'failed' if done else 'well'}", flush=True)
     mark("ended")
     time.sleep(0.3 if done else 0)
-    marked("ended", SURVIVORS)  # who ends is dead, too, for those who have not heard of the first
-    if done:  # mpirun tells the others of a rank that a signal ends, and not of one that exits
+    marked("ended", SURVIVORS)  # ranks that have not heard of the first death take a rank that exits for dead, too
+    if done:  # mpirun reports ranks that a signal kills, but not ranks that exit
         os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(0)  # MPI's finalisation may wait for the dead
+    os._exit(0)  # MPI's finalization may wait for the dead rank

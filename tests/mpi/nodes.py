@@ -1,6 +1,6 @@
-"""On four ranks of MPI, two communicators are nodes: see `test_under_mpirun.py`.
+"""Four MPI ranks as two nodes, passed as communicators: see `test_under_mpirun.py`.
 
-Residuals and results are those of two ranks that were given the sums of the nodes, one for each half of the tensor.
+Results and residuals of each half of the tensor equal those of two ranks that reduce the nodes' sums.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def gradient(step: int, rank: int) -> np.ndarray:
     return data.integers(N, "float32", 100 * step + rank, 8)
 
 
-def trained(comm: object, nodes: object, size: int, given: list[np.ndarray]) -> tuple[list[bytes], bytes]:
+def trained(comm: object, nodes: object, size: int, gradients: list[np.ndarray]) -> tuple[list[bytes], bytes]:
     reducer, results = sc.Reducer({"w": np.zeros(size, np.float32)}, comm=comm, nodes=nodes, **OPTIONS), []
-    for each in given:
-        reducer.reduce({"w": each})
-        results.append(each.tobytes())
+    for array in gradients:
+        reducer.reduce({"w": array})
+        results.append(array.tobytes())
     return results, reducer.residual("w").tobytes()
 
 

@@ -1,4 +1,4 @@
-"""The ranks that `tests/mpi/cases` run on. Files that import this are skipped where nobody has started ranks."""
+"""The ranks of `tests/mpi/cases`. Files that import this module are skipped without mpirun."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
 P, RANK = WORLD.size, WORLD.rank
-ODD = 1 % P  # the rank that does something else
-SECONDS = 60  # also beside programs that take all cores; far from the 300 of the timeout
+ODD = 1 % P  # the rank that deviates
+SECONDS = 60  # enough on a busy machine, and far below the timeout of 300
 
 several = pytest.mark.skipif(P < 2, reason="needs two ranks")
 
 
 def barrier() -> None:
-    """Wait for all ranks, but not for ever, so that one on which a test has failed gets to say so."""
+    """Wait for all ranks, with a timeout, so that a rank whose test failed can report it."""
     request, began = WORLD.Ibarrier(), time.monotonic()
     while not request.Test():
         assert time.monotonic() - began < SECONDS, "the other ranks do not come"

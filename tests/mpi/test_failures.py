@@ -1,4 +1,4 @@
-"""What happens to a job when a rank dies, is interrupted, or gives up; and where MPI cannot be used at all."""
+"""Jobs in which a rank dies, is interrupted or gives up; and jobs that cannot use MPI."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ allreduce(k=0 if rank == 1 else 10)
 def test_ctrl_c_ends_a_job_whose_ranks_wait(
     sign: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The launcher throws away what ranks print then; their traces say what was interrupted."""
+    """The launcher discards the ranks' last output, so traces show what was interrupted."""
 
     def rank_0_is_missing() -> bool:
         traces = [str(file) for file in tmp_path.iterdir()]
-        found = len(traces) == 3 and main(["trace", *traces]) == 1
-        return found and "=> Look at rank 0, which did not make call" in capsys.readouterr().out
+        refused = len(traces) == 3 and main(["trace", *traces]) == 1
+        return refused and "=> Look at rank 0, which did not make call" in capsys.readouterr().out
 
     def interrupt(job: subprocess.Popen[bytes], said: Callable[[], str]) -> None:
         until(lambda: rank_0_is_missing() or job.poll() is not None, "the ranks to wait", LIMIT)
@@ -75,7 +75,7 @@ def test_a_rank_may_start_a_program_that_is_alone() -> None:
 
 @pytest.mark.parametrize("by_mpi4py", [True, False])
 def test_a_refused_argument_ends_the_job(by_mpi4py: bool) -> None:
-    """``python -m mpi4py`` ends the ranks that wait for one that left with a traceback; else they time out."""
+    """``python -m mpi4py`` ends ranks that wait for a rank that raised; without it, they time out."""
     settings = "" if by_mpi4py else "import os; os.environ['SPARSECOMM_TIMEOUT'] = '1'\n"
     status, said = mpirun(3, *["-m", "mpi4py"] * by_mpi4py, "-c", settings + ON_RANKS + REFUSED)
     assert status != 0, said

@@ -1,4 +1,4 @@
-"""Survivors of a lost rank, under an MPI that survives it: see `lost_rank`; and what says so where MPI does not."""
+"""Survivors of a lost rank: see `lost_rank`. Also the error where MPI cannot survive it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpi4py import MPI
 import sparsecomm as sc
 from tests.processes import mpirun, needs_survivors
 
-# Open MPI 5.0.11 hears of a death while it makes a communicator, and ends with a segmentation fault of its own, about
-# once in ten such deaths (docs/guides/lost-rank.md). Only what it says then is a reason to try again.
+# If Open MPI 5.0.11 hears of a death while it makes a communicator, it ends with a segmentation fault of its own, about
+# once in ten such deaths (docs/guides/lost-rank.md). Only the output of this crash justifies another attempt.
 CRASH = "(ompi_comm_revoke_local+"
 
 

@@ -1,4 +1,4 @@
-"""Runs `tests/mpi/cases` on real ranks, so that plain ``pytest tests`` covers them."""
+"""Run `tests/mpi/cases` on real ranks, so that plain ``pytest tests`` covers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SparseAdamW` for arrays, PyTorch and JAX behind one interface, for the tests of what all three promise."""
+"""One interface to `SparseAdamW` for arrays, PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparsecomm.transport import simulated
 from tests import ranks
 from tests.thinning import exhaustive
 
-SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in the order in which a Reducer has them
+SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # in JAX's order, which is also the Reducer's
 Arrays = dict[str, np.ndarray]
-MIN_OWNED = 80  # elements of an owner, so that 5 ranks have 4 owners of these weights
-# Layouts give the number of each rank's node. In these, the ranks of a node count as one.
+MIN_OWNED = 80  # elements per owner: on 5 ranks, these weights have 4 owners
+# A layout lists each rank's node. In these layouts, the ranks of a node count as one.
 NODES: list[Any] = ["0011", "001122", "010110", "00001111", exhaustive("00000000111111112222222233333333")]
 
 
@@ -26,7 +26,7 @@ def run_on(layout: str, program: Callable[[simulated.SimulatedTransport], Any]) 
 
 
 def part_of(state: Mapping[str, Any], name: str) -> tuple[int, int]:
-    """Return the begin and the end of the elements of a tensor whose residuals and units a rank has."""
+    """Return the range of a tensor's elements whose residuals and units a rank stores."""
     if state["slices"] is None:
         return 0, state["residuals"][name].size
     begin, end = state["slices"][name]["part"]
@@ -40,8 +40,8 @@ def members_of(layout: str) -> list[list[int]]:
 
 
 def parts_of(layout: str, rank: int) -> dict[str, tuple[int, int]]:
-    """Return the begin and the end of the elements of `SHAPES` whose residuals and units a rank has."""
-    members, total = next(each for each in members_of(layout) if rank in each), 342
+    """Return, for each tensor of `SHAPES`, the range of elements whose residuals and units a rank stores."""
+    members, total = next(ranks for ranks in members_of(layout) if rank in ranks), 342
     length, at, parts = -(-total // len(members)), 0, {}
     first = length * members.index(rank)
     for name, shape in reversed(SHAPES.items()):
@@ -62,47 +62,47 @@ def weights(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
     return {name: np.array(rng.standard_normal(shape), np.float32) for name, shape in shapes.items()}
 
 
-def given(step: int, rank: int, P: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
+def partial_gradients(step: int, rank: int, P: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
     """Return gradients without some tensors: on all ranks in some steps, on some ranks or nodes in others."""
-    found = gradients(step, rank, shapes)
+    arrays = gradients(step, rank, shapes)
     if (step % 3 == 1 and rank % 2) or (step == 3 and rank < P // 2):
-        del found["bias"]
+        del arrays["bias"]
     if 4 <= step < 6 or (step == 7 and rank == P - 1):
-        del found["matrix"]
-    return found
+        del arrays["matrix"]
+    return arrays
 
 
 class OfArrays:
     """The optimizer of arrays, and the interface of all adapters."""
 
-    saves = lacks = True  # has states and `rebuild`; allows missing gradients
+    saves = lacks = True  # whether it has states and `rebuild`, and accepts missing gradients
 
     def __init__(self, transport: simulated.SimulatedTransport, **rule: Any) -> None:
         self.weights = weights()
         self.it: Any = sc.SparseAdamW(self.weights, comm=transport, **rule)
 
-    def step(self, given: Arrays, lr: float | None = None) -> None:
+    def step(self, gradients: Arrays, lr: float | None = None) -> None:
         self.it.lr = self.it.lr if lr is None else lr
-        self.it.step(given)
+        self.it.step(gradients)
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """Mean, squares and last step of each weight of this rank's part, by name."""
+        """Mean, squares and last step of this rank's part of each weight."""
         moments = self.it.state_dict()["moments"]
-        return {name: (its["mean"], its["squares"], its["last"]) for name, its in moments.items()}
+        return {name: (moment["mean"], moment["squares"], moment["last"]) for name, moment in moments.items()}
 
     @property
     def units(self) -> Arrays:
-        """The exponents of units that this rank has, with the bias of float32, in flat arrays."""
+        """The exponents of this rank's units, with the bias of float32, as flat arrays."""
         return {name: self.it.reducer.exponents(name) for name in SHAPES}
 
     @property
     def residuals(self) -> Arrays:
-        """The residuals that this rank has, in flat arrays."""
+        """This rank's residuals, as flat arrays."""
         return {name: residual.reshape(-1) for name, residual in self.it.state_dict()["residuals"].items()}
 
     def steps(self) -> int:
-        return max((its["step"] for its in self.it.state_dict()["moments"].values()), default=0)
+        return max((moment["step"] for moment in self.it.state_dict()["moments"].values()), default=0)
 
     def damage(self, what: str) -> None:
         """Change a weight, or a unit, of this rank only."""
@@ -110,7 +110,7 @@ class OfArrays:
 
 
 class OfTorch(OfArrays):
-    """The optimizer of PyTorch. A backward pass makes its gradients."""
+    """The optimizer for PyTorch. A backward pass makes its gradients."""
 
     overlap = False
 
@@ -128,23 +128,23 @@ class OfTorch(OfArrays):
     def weights(self) -> Arrays:  # type: ignore[override]
         return {name: p.detach().numpy() for name, p in self.named.items()}
 
-    def step(self, given: Arrays, lr: float | None = None) -> None:
+    def step(self, gradients: Arrays, lr: float | None = None) -> None:
         for group in self.it.param_groups if lr is not None else ():
             group["lr"] = self.torch.tensor(lr, dtype=self.torch.float64) if self.overlap else lr
         self.it.zero_grad()
-        self.loss(given).backward()
+        self.loss(gradients).backward()
         self.it.step()
 
-    def loss(self, given: Arrays) -> Any:
-        """Return a loss with these gradients."""
-        products = [(self.named[name].float() * self.torch.from_numpy(g)).sum() for name, g in given.items()]
+    def loss(self, gradients: Arrays) -> Any:
+        """Return a loss that has these gradients."""
+        products = [(self.named[name].float() * self.torch.from_numpy(g)).sum() for name, g in gradients.items()]
         return self.torch.stack(products).sum()
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
         state = {name: self.it.state[p] for name, p in self.named.items() if "exp_avg" in self.it.state.get(p, {})}
         fields = ("exp_avg", "exp_avg_sq", "last_step")
-        return {name: tuple(its[field].numpy().reshape(-1).copy() for field in fields) for name, its in state.items()}
+        return {name: tuple(m[field].numpy().reshape(-1).copy() for field in fields) for name, m in state.items()}
 
     @property
     def residuals(self) -> Arrays:
@@ -159,7 +159,7 @@ class OfTorch(OfArrays):
 
 
 class OfTorchWithOverlap(OfTorch):
-    """On one rank: backward passes of simulated ranks cannot wait for each other."""
+    """With overlap, on one rank only: backward passes of simulated ranks cannot wait for each other."""
 
     overlap = True
 
@@ -190,9 +190,10 @@ class OfJax(OfArrays):
     def weights(self) -> Arrays:  # type: ignore[override]
         return {name: np.asarray(p) for name, p in self.params.items()}
 
-    def step(self, given: Arrays, lr: float | None = None) -> None:
+    def step(self, gradients: Arrays, lr: float | None = None) -> None:
         self.lr = self.lr if lr is None else lr
-        changes, self.state = self.it.update(self.jax.tree.map(self.jax.numpy.array, given), self.state, self.params)
+        tree = self.jax.tree.map(self.jax.numpy.array, gradients)
+        changes, self.state = self.it.update(tree, self.state, self.params)
         self.params = self.optax.apply_updates(self.params, changes)
 
     @property

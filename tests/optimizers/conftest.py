@@ -1,4 +1,4 @@
-"""Few weights have several owners in all tests of this folder."""
+"""Let even few weights have several owners in this folder's tests."""
 
 from __future__ import annotations
 

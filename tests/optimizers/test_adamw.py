@@ -1,4 +1,4 @@
-"""`sparsecomm.SparseAdamW` on simulated ranks, against the rule in plain NumPy, and what it promises."""
+"""`sparsecomm.SparseAdamW` on simulated ranks, compared with the rule in plain NumPy."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ every_layout = pytest.mark.parametrize("layout", ["0", "00", "000", "00011", *NO
 
 
 class Oracle:
-    """All ranks' steps in flat vectors of float64: the rule of `sparsecomm.optimizers.adamw`, with exact values.
+    """The rule of `sparsecomm.optimizers.adamw` for all ranks, in flat float64 vectors with exact values.
 
-    A member is a group of ranks that count as one. The k-th ranks of all members exchange the k-th slice.
+    A member is a group of ranks that count as one. The k-th rank of every member exchanges the k-th slice.
     """
 
     def __init__(self, layout: str, **rule: Any) -> None:
         self.P, self.rule, self.members = len(layout), rule, members_of(layout)
-        order = list(reversed(SHAPES))  # in which tensors lie in the only bucket
+        order = list(reversed(SHAPES))  # of the tensors in the only bucket
         self.names = [name for name in order if np.prod(SHAPES[name])]
         self.sizes = [int(np.prod(SHAPES[name])) for name in self.names]
         self.n = n = sum(self.sizes)
@@ -46,15 +46,15 @@ class Oracle:
         self.owners = min(len(self.members), max(1, self.length // MIN_OWNED))
         self.w = self.flat({name: w.astype(float) for name, w in weights().items()})
         self.m, self.v, self.last, self.t = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
-        self.unit, self.lag = np.zeros(n), False  # the unit's exponent of two
-        self.residuals = np.zeros((len(self.members), n))  # times units
+        self.unit, self.lag = np.zeros(n), False  # base-2 logarithm of the unit
+        self.residuals = np.zeros((len(self.members), n))  # unscaled
         decay = rule["weight_decay"]
         of_name = {name: decay.get(name, 0) if isinstance(decay, dict) else decay for name in SHAPES}
         self.decay = self.flat({name: np.full(shape, of_name[name]) for name, shape in SHAPES.items()})
 
     def flat(self, arrays: Arrays) -> np.ndarray:
-        given = [arrays.get(name) for name in self.names]
-        parts = [np.full(n, np.nan) if x is None else np.ravel(x) for n, x in zip(self.sizes, given, strict=True)]
+        values = [arrays.get(name) for name in self.names]
+        parts = [np.full(n, np.nan) if x is None else np.ravel(x) for n, x in zip(self.sizes, values, strict=True)]
         return np.concatenate(parts).astype(float)
 
     def step(self, everyones: list[Arrays], lr: float, density: float) -> None:
@@ -66,7 +66,7 @@ class Oracle:
             overall = sum(means) / self.n
             means = [total / size or overall for total, size in zip(means, self.sizes, strict=True)]
             self.unit = self.target(0.2 * (1 - self.rule["betas"][1]) * np.repeat(means, self.sizes))
-        rows, there = (np.stack([each[ranks].sum(0) for ranks in self.members]) for each in (rows, there))
+        rows, there = (np.stack([array[ranks].sum(0) for ranks in self.members]) for array in (rows, there))
         there = there > 0
         self.t += there.any(0)
         kept_back, waiting = np.where(there, 0, self.residuals), np.where(there, self.residuals, 0) + rows
@@ -91,7 +91,7 @@ class Oracle:
         return np.floor(np.log2(np.sqrt(squares) + self.rule["eps"]))
 
     def exchange(self, waiting: np.ndarray, unit: np.ndarray, k: int) -> np.ndarray:
-        """Take the largest entries from ``waiting``, residuals plus gradients of a slice, and return their means."""
+        """Remove the largest entries from ``waiting``, a slice's residuals plus gradients, and return their means."""
         owners, mean, k = self.owners, np.zeros(len(unit)), max(k, self.owners)
         for owner in range(owners):
             own = slice(self.length * owner // owners, self.length * (owner + 1) // owners)
@@ -116,7 +116,7 @@ class Oracle:
 
 
 def adamw(w: Any, m: Any, v: Any, g: Any, a: Any, t: Any, lr: Any, decay: Any, betas: Any, eps: Any, **_: Any) -> Any:
-    """Return weights, means and squares after ``a`` steps, the last of which is ``t``, with a mean gradient ``g``."""
+    """Return weights, means and squares after ``a`` steps with mean gradient ``g``, the last being step ``t``."""
     b1, b2 = betas
     m = b1**a * m + (1 - b1**a) * g
     v = b2**a * v + (1 - b2**a) * a * g * g
@@ -124,12 +124,12 @@ def adamw(w: Any, m: Any, v: Any, g: Any, a: Any, t: Any, lr: Any, decay: Any, b
     return (1 - lr * decay) ** a * w - a * lr * step, m, v
 
 
-def whole(states: list[Any]) -> tuple[dict[str, Any], Arrays]:
-    """Return all moments as flat arrays, and the units, from the states of all ranks."""
+def moments_and_units(states: list[Any]) -> tuple[dict[str, Any], Arrays]:
+    """Return moments and units from the states of all ranks, as flat arrays."""
     one = sc.reshard(states, 0, 1)
     moments = {
-        name: {key: each if each is None or key == "step" else np.ravel(each) for key, each in its.items()}
-        for name, its in one["moments"].items()
+        name: {key: value if value is None or key == "step" else np.ravel(value) for key, value in moment.items()}
+        for name, moment in one["moments"].items()
     }
     bias = {np.dtype(np.uint8): 127, np.dtype(np.uint16): 1023}
     units = {name: np.ldexp(1.0, e.ravel().astype(int) - bias[e.dtype]) for name, e in one["units"].items()}
@@ -137,17 +137,17 @@ def whole(states: list[Any]) -> tuple[dict[str, Any], Arrays]:
 
 
 def waiting(states: list[Any]) -> Arrays:
-    """Return the sums of all ranks' residuals and unsummed gradients, in flat arrays of float64, not in units."""
-    found = {name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()}
+    """Return the sums of all ranks' residuals and unsummed gradients, unscaled, as flat float64 arrays."""
+    sums = {name: np.zeros(int(np.prod(shape))) for name, shape in SHAPES.items()}
     for state in states:
         for name, residual in state["residuals"].items():
-            found[name][slice(*part_of(state, name))] += residual.ravel() * np.exp2(exponents_of(state, name))
-            found[name] += sum((array.ravel() for array in state["unsummed"].get(name, [])), 0.0)
-    return found
+            sums[name][slice(*part_of(state, name))] += residual.ravel() * np.exp2(exponents_of(state, name))
+            sums[name] += sum((array.ravel() for array in state["unsummed"].get(name, [])), 0.0)
+    return sums
 
 
 def units_of(state: Any, name: str) -> np.ndarray:
-    """Return the exponents of a rank's units in a flat array; an empty one if they have not begun."""
+    """Return the exponents of a rank's units as a flat array, empty if there are no units yet."""
     own = state["units"][name] if state["slices"] is None else state["slices"][name]["units"]
     return np.zeros(0, np.uint8) if own is None else np.ravel(own)
 
@@ -158,19 +158,19 @@ def exponents_of(state: Any, name: str) -> Any:
 
 
 def check_equal(results: list[Any]) -> None:
-    """Weights and units are the same on all ranks, and each element has one owner. Results: weights and a state."""
+    """Check that all ranks have the same weights and units, and that each element has one owner."""
     first, state = results[0][0], sc.reshard([state for _, state in results], 0, 1)
-    for mine, its in results:
+    for mine, own in results:
         assert all(data.same_bits(mine[name], first[name]) for name in first)
         for name, units in state["units"].items():
             if units.size:
-                assert data.same_bits(units_of(its, name), units.ravel()[slice(*part_of(its, name))])
+                assert data.same_bits(units_of(own, name), units.ravel()[slice(*part_of(own, name))])
     for name, w in first.items():
-        bounds = [its["moments"][name]["part"] for _, its in results]
+        bounds = [own["moments"][name]["part"] for _, own in results]
         parts = sorted((begin, end) for begin, end in bounds if begin < end)
         assert [0, *(end for _, end in parts)] == [*(begin for begin, _ in parts), w.size], name
-        for _, its in results:
-            moments = its["moments"][name]
+        for _, own in results:
+            moments = own["moments"][name]
             lengths = {len(moments[key]) for key in ("mean", "squares", "last")}
             assert lengths == {moments["part"][1] - moments["part"][0]}
 
@@ -180,12 +180,12 @@ def check_equal(results: list[Any]) -> None:
 @pytest.mark.parametrize("density", [0.04, 0.3, "both", 1.0])
 @pytest.mark.parametrize("lacking", [False, True])
 def test_weights_are_the_oracles(layout: str, density: Any, lacking: bool) -> None:
-    """Also by a schedule that begins with dense steps, and makes one in between."""
+    """One schedule begins with dense steps and has another one later."""
     rule: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": {"matrix": 0.3}}
     P, steps = len(layout), 12
     schedule = (lambda step: 1.0 if step in (0, 1, 2, 8) else 0.2) if density == "both" else lambda step: density
     oracle = Oracle(layout, **rule)
-    pushed = partial(adapters.given, P=P, shapes=SHAPES) if lacking else gradients
+    pushed = partial(adapters.partial_gradients, P=P, shapes=SHAPES) if lacking else gradients
     for step in range(steps):
         oracle.step([pushed(step, rank) for rank in range(P)], 0.01 * (step + 1), schedule(step))
 
@@ -205,20 +205,20 @@ def test_weights_are_the_oracles(layout: str, density: Any, lacking: bool) -> No
     check_equal(results := run_on(layout, program))
     mine = results[0][0]
     np.testing.assert_allclose(oracle.flat(mine), oracle.w, rtol=2e-4, atol=2e-5)
-    moments, units = whole([state for _, state in results])
+    moments, units = moments_and_units([state for _, state in results])
     np.testing.assert_array_equal(oracle.flat(units), 2.0**oracle.unit)
     for key, expected in {"mean": oracle.m, "squares": oracle.v, "last": oracle.last}.items():
-        found = oracle.flat({name: its[key] for name, its in moments.items()})
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+        actual = oracle.flat({name: moment[key] for name, moment in moments.items()})
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
     for row, ranks in zip(oracle.residuals, oracle.members, strict=True):
         expected, at = dict(zip(oracle.names, np.split(row, np.cumsum(oracle.sizes)[:-1]), strict=True)), 0
-        for name, its in expected.items():
+        for name, values in expected.items():
             for state in (results[rank][1] for rank in ranks):
                 begin, end = part_of(state, name)
-                found = state["residuals"][name].ravel() * units[name][begin:end]
-                np.testing.assert_allclose(found, its[begin:end], rtol=1e-3, atol=1e-3)
+                actual = state["residuals"][name].ravel() * units[name][begin:end]
+                np.testing.assert_allclose(actual, values[begin:end], rtol=1e-3, atol=1e-3)
                 at += end - begin
-        assert at == oracle.n  # each element once
+        assert at == oracle.n  # each element is in one part
 
 
 @pytest.mark.covering(2)
@@ -229,25 +229,25 @@ def test_weights_are_the_oracles(layout: str, density: Any, lacking: bool) -> No
 )
 @pytest.mark.parametrize("lacking", [False, True])
 def test_nothing_is_lost(layout: str, dtype: str, wire: str, lacking: bool) -> None:
-    """Gradients are in the means that were applied, or wait in residuals; weights plus compensations are AdamW's.
+    """Each gradient is in an applied mean or in a residual, and weights plus compensations follow AdamW's rule.
 
-    The means that were applied follow from the first moments, so this holds for all formats, whatever they round. The
+    The test computes the applied means from the first moments, so it holds for all wire formats. The
     gradients of some weights cancel in the first step, which is dense. Their units must not become eps.
     """
     P, real, steps, rule = len(layout), data.DTYPES[dtype], 16, {"betas": (0.5, 0.9), "weight_decay": 0.1, "eps": 1e-8}
     schedule = lambda step: 1.0 if step in (0, 6) else 0.1  # noqa: E731
 
     def pushed(step: int, rank: int) -> Arrays:
-        found = adapters.given(step, rank, P, SHAPES) if lacking else gradients(step, rank)
-        return {name: g.astype(real) for name, g in found.items()}
+        arrays = adapters.partial_gradients(step, rank, P, SHAPES) if lacking else gradients(step, rank)
+        return {name: g.astype(real) for name, g in arrays.items()}
 
     def program(transport: simulated.SimulatedTransport) -> list[Any]:
-        mine, found = {name: w.astype(real) for name, w in weights().items()}, []
+        mine, snapshots = {name: w.astype(real) for name, w in weights().items()}, []
         optimizer = sc.SparseAdamW(mine, 1e-2, density=schedule, wire=wire, comm=transport, **rule)
         for step in range(steps):
             assert optimizer.step(pushed(step, transport.rank)).usable
-            found.append(copy.deepcopy((mine, optimizer.state_dict())))
-        return found
+            snapshots.append(copy.deepcopy((mine, optimizer.state_dict())))
+        return snapshots
 
     results = run_on(layout, program)
     pairs = {
@@ -257,32 +257,32 @@ def test_nothing_is_lost(layout: str, dtype: str, wire: str, lacking: bool) -> N
         everyones = [pushed(step, rank) for rank in range(P)]
         check_equal([*outcomes])
         states = [state for _, state in outcomes]
-        moments, waits = whole(states)[0], waiting(states)
+        moments, waits = moments_and_units(states)[0], waiting(states)
         for name, (w, (m, v, last, left)) in pairs.items():
-            its = {key: None if x is None else np.asarray(x, float) for key, x in moments[name].items()}
-            t, moved = moments[name]["step"], its["last"] > last
-            assert np.array_equal(its["last"][moved], np.full(moved.sum(), t))
+            moment = {key: None if x is None else np.asarray(x, float) for key, x in moments[name].items()}
+            t, moved = moments[name]["step"], moment["last"] > last
+            assert np.array_equal(moment["last"][moved], np.full(moved.sum(), t))
             a = np.where(moved, t - last, 1)
-            g = np.where(moved, (its["mean"] - 0.5**a * m) / (1 - 0.5**a), 0)
+            g = np.where(moved, (moment["mean"] - 0.5**a * m) / (1 - 0.5**a), 0)
             left += sum((grads[name].astype(float).ravel() for grads in everyones if name in grads), np.zeros(w.size))
             left -= np.where(moved, P * g * a, 0)
             np.testing.assert_allclose(left, waits[name], rtol=1e-3, atol=1e-4 * (1 + np.abs(left).max()))
             new = adamw(w, m, v, g, a, max(t, 1), 1e-2, 0.1, **rule)
             for array, values in zip((w, m, v), new, strict=True):
                 array[:] = np.where(moved, values, array)
-            np.testing.assert_allclose(its["squares"], v, rtol=1e-3, atol=1e-5 * v.max())
-            m[:], v[:], last[:] = its["mean"], its["squares"], its["last"]
-            found = outcomes[0][0][name].astype(float).ravel()
+            np.testing.assert_allclose(moment["squares"], v, rtol=1e-3, atol=1e-5 * v.max())
+            m[:], v[:], last[:] = moment["mean"], moment["squares"], moment["last"]
+            weight = outcomes[0][0][name].astype(float).ravel()
             if P > 1 or real in (np.float32, np.float64):
-                exact = found if its["compensation"] is None else found + its["compensation"]
+                exact = weight if moment["compensation"] is None else weight + moment["compensation"]
                 np.testing.assert_allclose(exact, w, rtol=1e-4, atol=1e-5)
                 w[:] = exact
             else:
-                w[:] = found
+                w[:] = weight
 
 
 def test_16_bit_weights_keep_updates_that_rounding_would_lose() -> None:
-    """With several ranks, bfloat16 weights are float32 ones, rounded: 100 updates of 2^-14 move a weight of 1."""
+    """With several ranks, bfloat16 weights are rounded float32 weights: 100 updates of 2^-14 move a weight of 1."""
 
     def program(transport: simulated.SimulatedTransport, dtype: Any, density: float) -> Arrays:
         mine = {"w": np.ones(300, dtype)}
@@ -294,20 +294,20 @@ def test_16_bit_weights_keep_updates_that_rounding_would_lose() -> None:
 
     narrow, single = data.DTYPES["bfloat16"], np.float32
     for density in (1.0, 0.2):
-        found = {dtype: run(2, lambda t, d=dtype, s=density: program(t, d, s))[1]["w"] for dtype in (narrow, single)}
-        assert data.same_bits(found[narrow], found[single].astype(narrow))
-        assert (found[single] < 1 - 2.0**-9).all()
+        results = {dtype: run(2, lambda t, d=dtype, s=density: program(t, d, s))[1]["w"] for dtype in (narrow, single)}
+        assert data.same_bits(results[narrow], results[single].astype(narrow))
+        assert (results[single] < 1 - 2.0**-9).all()
     alone = run(1, lambda transport: program(transport, narrow, 1.0))[0]["w"]
-    assert (alone == 1).all()  # so this training needs the compensation
+    assert (alone == 1).all()  # without compensation, updates are lost
 
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("what", ["second moment", "weight", "float16 weight", "eps", "beta2", "sum", "residual"])
 @pytest.mark.parametrize("layout", ["00", "0011"])
 def test_a_step_that_would_overflow_is_no_step(what: str, density: float, layout: str) -> None:
-    """Gradients are finite on all ranks, and so is all that they make; the next step counts again.
+    """All gradients are finite, but the step would overflow. It changes nothing, and the next step works.
 
-    The program may have changed weights and eps itself, and with a beta2 of 0 no bound of the moments is known.
+    The program may change weights and eps, and with beta2 = 0 the moments have no known bound.
     """
     of_weight = what in ("weight", "float16 weight", "eps", "beta2")
     dtype = np.float16 if of_weight and what != "weight" else np.float32
@@ -328,7 +328,7 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float, layout
             begin, end = part_of(optimizer.state_dict(), "a")
             waits = optimizer.reducer.residual("a")[i - begin : i - begin + 1] if begin <= i < end else np.empty(0)
             if step == 2 and what == "second moment":
-                waits[:] = 1e20  # of several steps: units are about 1
+                waits[:] = 1e20  # gradients of several steps; units are about 1
             if step == 2 and what == "residual":
                 waits[:], g["a"][i] = np.finfo(np.float32).max, 1.8e19
             if step == 2 and of_weight:
@@ -339,12 +339,12 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float, layout
             after = optimizer.state_dict()
             if not done.usable:
                 assert all(data.same_bits(mine[name], before[name]) for name in mine)
-                for name, its in state.items():
-                    assert all(data.same_bits(after["moments"][name][key], its[key]) for key in ("mean", "squares"))
+                for name, moment in state.items():
+                    assert all(data.same_bits(after["moments"][name][key], moment[key]) for key in ("mean", "squares"))
             arrays = [*mine.values(), *after["residuals"].values()]
-            arrays += [its[key] for its in after["moments"].values() for key in ("mean", "squares")]
+            arrays += [moment[key] for moment in after["moments"].values() for key in ("mean", "squares")]
             assert all(np.isfinite(array).all() for array in arrays)
-        if what != "sum":  # a sum of two gradients that are allowed need not overflow
+        if what != "sum":  # the sum of two accepted gradients need not overflow
             assert outcomes == [True, True, False, True, True]
         return mine
 
@@ -355,7 +355,7 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float, layout
 @pytest.mark.parametrize("density", [0.1, 1.0])
 @pytest.mark.parametrize("layout", ["0123", "0011", "010110"])
 def test_an_overflow_at_one_owner_drops_only_what_overflows(density: float, layout: str) -> None:
-    """The entries of other owners wait for the next step, and no rank changes anything."""
+    """No rank changes weights, and the entries of other owners wait for the next step."""
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         mine = {"a": np.ones(4 * MIN_OWNED, np.float32), "b": np.ones(7, np.float32)}
@@ -370,7 +370,7 @@ def test_an_overflow_at_one_owner_drops_only_what_overflows(density: float, layo
 
         begin, end = part_of(before[1], "a")
         big = np.arange(begin, end) == 5
-        optimizer.reducer.residual("a")[big] += 1e37 * (2 * transport.rank - 0.5)  # the sum is far above zero
+        optimizer.reducer.residual("a")[big] += 1e37 * (2 * transport.rank - 0.5)  # the sum is far from zero
         waited, g = optimizer.reducer.residual("a").copy(), pushed(transport.rank)
         done = optimizer.step(g)
         assert not done.usable
@@ -428,7 +428,7 @@ def test_begins_when_there_is_a_gradient(layout: str) -> None:
         assert not optimizer.step({}).usable
         assert all(data.same_bits(w, before[name]) for name, w in mine.items())
         g = gradients(0, transport.rank)
-        assert optimizer.step({"matrix": g["matrix"] if transport.rank else None}).usable  # of one rank, and one tensor
+        assert optimizer.step({"matrix": g["matrix"] if transport.rank else None}).usable  # one tensor, on one rank
         assert not data.same_bits(mine["matrix"], before["matrix"])
         assert data.same_bits(mine["bias"], before["bias"])
         assert optimizer.step(g).usable
@@ -446,8 +446,8 @@ def test_weights_of_several_types(layout: str) -> None:
         optimizer = sc.SparseAdamW(mine, 0.01, density=0.3, comm=transport)
         for step in range(10):
             optimizer.step({name: g.astype(reals[name]) for name, g in gradients(step, transport.rank).items()})
-        for name, its in optimizer.state_dict()["moments"].items():
-            assert its["squares"].dtype == (np.float64 if reals[name] == np.float64 else np.float32)
+        for name, moment in optimizer.state_dict()["moments"].items():
+            assert moment["squares"].dtype == (np.float64 if reals[name] == np.float64 else np.float32)
         return mine, optimizer.state_dict()
 
     check_equal(results := run_on(layout, program))
@@ -457,38 +457,38 @@ def test_weights_of_several_types(layout: str) -> None:
         assert (0 < moved < 0.3) == (w.size > 0)
 
 
-# -- states, other ranks, and what goes wrong -------------------------------------------------------------------------
+# -- states, other ranks and errors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["0", "000", "0011"])
 @pytest.mark.parametrize("density", [0.5, 1.0])
 @pytest.mark.parametrize("rebuilds", [False, True])
 def test_an_update_that_stopped_anywhere_goes_on(layout: str, density: float, rebuilds: bool) -> None:
-    """`step` completes it, and so does `rebuild`: all bits are as without the interrupt."""
+    """Calling `step` or `rebuild` completes the update, with the same bits as without the failure."""
     failed = set()
 
     def program(transport: simulated.SimulatedTransport, at: int | None) -> Any:
         mine = weights()
-        optimizer, made = sc.SparseAdamW(mine, 0.01, comm=transport, density=density), []
+        optimizer, operations = sc.SparseAdamW(mine, 0.01, comm=transport, density=density), []
         optimizer.step(gradients(0, transport.rank))
         update, backend, buckets = optimizer._adamw.update, CpuBackend(1), optimizer.reducer.buckets
 
         class Failing:
             def __getattr__(self, name: str) -> Any:
-                made.append(name)
-                if len(made) - 1 == at:
+                operations.append(name)
+                if len(operations) - 1 == at:
                     raise MemoryError
                 return getattr(backend, name)
 
         def failing(*arguments: Any) -> None:
-            kept = [bucket.backend for bucket in buckets]
+            backends = [bucket.backend for bucket in buckets]
             for bucket in buckets:
                 bucket.backend = cast("Any", Failing())
             try:
                 update(*arguments)
             finally:
-                for bucket, its in zip(buckets, kept, strict=True):
-                    bucket.backend = its
+                for bucket, original in zip(buckets, backends, strict=True):
+                    bucket.backend = original
 
         if transport.rank == 0 and at is not None:
             optimizer._adamw.update = failing  # type: ignore[method-assign]
@@ -511,9 +511,9 @@ def test_an_update_that_stopped_anywhere_goes_on(layout: str, density: float, re
 
     expected = run_on(layout, lambda transport: program(transport, None))
     for at in range(6):
-        found = run_on(layout, lambda transport, at=at: program(transport, at))
-        check_equal(found)
-        for (mine, state), (theirs, other) in zip(found, expected, strict=True):
+        results = run_on(layout, lambda transport, at=at: program(transport, at))
+        check_equal(results)
+        for (mine, state), (theirs, other) in zip(results, expected, strict=True):
             assert all(data.same_bits(mine[name], theirs[name]) for name in mine)
             check_same(state, other)
     assert failed >= {0, 1}
@@ -527,14 +527,14 @@ def check_same(state: Any, other: Any) -> None:
     assert state["unsummed"].keys() == other["unsummed"].keys()
     for name, arrays in other["unsummed"].items():
         assert all(data.same_bits(*pair) for pair in zip(state["unsummed"][name], arrays, strict=True))
-    for name, its in other["moments"].items():
-        assert all(data.same_bits(np.asarray(state["moments"][name][key]), np.asarray(x)) for key, x in its.items())
+    for name, moment in other["moments"].items():
+        assert all(data.same_bits(np.asarray(state["moments"][name][key]), np.asarray(x)) for key, x in moment.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("layout", ["000", "0011"])
 def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, layout: str, cuda: DeferredRuntime) -> None:
-    """From any streams, with dense and sparse steps, an overflow, absent gradients, states, and a lost rank."""
+    """Covers several streams, dense and sparse steps, an overflow, missing gradients, states and a lost rank."""
     real = data.DTYPES[dtype]
 
     def train(device: DeferredRuntime | None) -> list[Any]:
@@ -548,30 +548,29 @@ def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, layout: str,
         def program(transport: simulated.SimulatedTransport) -> Any:
             with nullcontext() if device is None else device.on_stream(device.new_stream()):
                 host = {name: w.astype(real) for name, w in weights().items()}
-                mine, found = {name: put(w) for name, w in host.items()}, []
+                mine, outcomes = {name: put(w) for name, w in host.items()}, []
                 schedule = lambda step: 1.0 if step in (0, 3) else 0.2  # noqa: E731
                 options: dict[str, Any] = {"density": schedule, "check_weights_every": None}
-                made = partial(sc.SparseAdamW, mine, 0.01, comm=transport, **options)
-                optimizer = made()
+                make = partial(sc.SparseAdamW, mine, 0.01, comm=transport, **options)
+                optimizer = make()
                 for step in range(8):
-                    g = {
-                        n: x.astype(real) for n, x in adapters.given(step, transport.rank, len(layout), SHAPES).items()
-                    }
+                    pushed = adapters.partial_gradients(step, transport.rank, len(layout), SHAPES)
+                    g = {n: x.astype(real) for n, x in pushed.items()}
                     if step in (2, 3) and transport.rank == 2:
                         g["bias"][4] = np.nan if step == 2 else 1e19 if dtype == "bfloat16" else 1
                     elsewhere()
-                    found.append(optimizer.step({name: put(x) for name, x in g.items()}).usable)
+                    outcomes.append(optimizer.step({name: put(x) for name, x in g.items()}).usable)
                     elsewhere()
                     state = copy.deepcopy(optimizer.state_dict())
                     if step in (3, 5):
-                        optimizer = made()
+                        optimizer = make()
                         optimizer.load_state_dict(state)
                     if step == 6:
                         optimizer.rebuild(transport)
                     if device is not None:
                         device.synchronize()
-                    found.append((copy.deepcopy(host), state))
-                return found
+                    outcomes.append((copy.deepcopy(host), state))
+                return outcomes
 
         return run_on(layout, program)
 
@@ -585,9 +584,9 @@ def test_on_a_cuda_device_all_bits_are_those_of_the_cpu(dtype: str, layout: str,
 @pytest.mark.parametrize("layout", ["00", "0123", "01234567", "00001111"])
 @pytest.mark.parametrize("density", [0.09, 1.0])
 def test_a_step_takes_two_trips_and_owners_share_the_state(layout: str, density: float) -> None:
-    """For float32 weights, gradients included. In a trip, each rank sends a message to each other rank at most.
+    """Sizes are for float32 weights and include gradients. Per trip, a rank sends each other rank at most one message.
 
-    With nodes there are two trips between nodes, and three inside; after a dense step, one more for verdicts.
+    With nodes there are two trips between nodes and three inside, plus one for verdicts after a dense step.
     """
     n, P = 40_000, len(layout)
     per_node, others = (4, 1) if layout == "00001111" else (1, P - 1)
@@ -609,7 +608,7 @@ def test_a_step_takes_two_trips_and_owners_share_the_state(layout: str, density:
 
 
 def test_subnormal_changes_are_applied_on_a_gpu(cuda: DeferredRuntime) -> None:
-    """CuPy takes subnormal numbers for zeros."""
+    """CuPy would flush subnormal numbers to zero."""
 
     def program(transport: simulated.SimulatedTransport, on_gpu: bool) -> np.ndarray:
         w = np.zeros(200, np.float32)
@@ -621,15 +620,15 @@ def test_subnormal_changes_are_applied_on_a_gpu(cuda: DeferredRuntime) -> None:
         cuda.streams.run_all()
         return w
 
-    on_host, on_gpu = (run(2, partial(program, on_gpu=each)) for each in (False, True))
-    for ours, theirs in zip(on_gpu, on_host, strict=True):
-        assert 0 < np.abs(theirs).max() < np.finfo(np.float32).tiny
-        assert data.same_bits(ours, theirs)
+    on_host, on_gpu = (run(2, partial(program, on_gpu=gpu)) for gpu in (False, True))
+    for gpu_weights, cpu_weights in zip(on_gpu, on_host, strict=True):
+        assert 0 < np.abs(cpu_weights).max() < np.finfo(np.float32).tiny
+        assert data.same_bits(gpu_weights, cpu_weights)
 
 
 @pytest.mark.parametrize("layout", ["0", "000", *NODES[:3]])
 def test_training_resumes_from_a_state_after_any_step(layout: str) -> None:
-    """With the same bits, also between dense steps and the refresh of units."""
+    """Bits are equal even between dense steps and the update of units."""
     schedule = lambda step: 1.0 if step in (0, 1, 4) else 0.2  # noqa: E731
 
     def program(transport: simulated.SimulatedTransport) -> None:
@@ -655,7 +654,7 @@ def test_training_resumes_from_a_state_after_any_step(layout: str) -> None:
 @pytest.mark.parametrize("other", ["0", "00", "0123", "0011", "0110", "001122", "000111", "00001111"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resharded_states_keep_everything(layout: str, other: str, dtype: str) -> None:
-    """Moments, compensations and units of each weight, and the sums of residuals."""
+    """Checks moments, compensations and units of each weight, and the sums of residuals."""
     real, steps = data.DTYPES[dtype], 4
 
     def begin(transport: simulated.SimulatedTransport, states: list[Any], mine: Arrays, first: int) -> Any:
@@ -670,21 +669,22 @@ def test_resharded_states_keep_everything(layout: str, other: str, dtype: str) -
 
     states: list[Any] = []
     mine = {name: w.astype(real) for name, w in weights().items()}
-    for i, each in enumerate([layout, other, layout]):
-        found = run_on(each, lambda t, s=states, m=mine, n=i: begin(t, s, copy.deepcopy(m), n * steps))  # type: ignore[misc]
-        check_equal([each[:2] for each in found])
+    for i, nodes in enumerate([layout, other, layout]):
+        results = run_on(nodes, lambda t, s=states, m=mine, n=i: begin(t, s, copy.deepcopy(m), n * steps))  # type: ignore[misc]
+        check_equal([result[:2] for result in results])
         if states:
-            (before, units), (after, others) = whole(states), whole([loaded for *_, loaded in found])
-            for name, its in before.items():
-                lost = its.pop("compensation"), after[name].pop("compensation")
-                assert all(data.same_bits(np.asarray(x), np.asarray(after[name][key])) for key, x in its.items())
-                none = np.zeros(its["last"].size, np.float32)
-                ours, theirs = (none if each is None else each for each in lost)
+            loaded = [state for *_, state in results]
+            (before, units), (after, others) = moments_and_units(states), moments_and_units(loaded)
+            for name, moment in before.items():
+                lost = moment.pop("compensation"), after[name].pop("compensation")
+                assert all(data.same_bits(np.asarray(x), np.asarray(after[name][key])) for key, x in moment.items())
+                none = np.zeros(moment["last"].size, np.float32)
+                ours, theirs = (none if array is None else array for array in lost)
                 np.testing.assert_array_equal(ours, theirs)
                 np.testing.assert_array_equal(units[name], others[name])
-                sums = (waiting(each)[name] for each in (states, [loaded for *_, loaded in found]))
+                sums = (waiting(of_ranks)[name] for of_ranks in (states, loaded))
                 np.testing.assert_allclose(*sums, rtol=1e-5, atol=1e-5)
-        mine, states = found[0][0], [state for _, state, _ in found]
+        mine, states = results[0][0], [state for _, state, _ in results]
 
 
 @pytest.mark.covering(1)
@@ -692,11 +692,11 @@ def test_resharded_states_keep_everything(layout: str, other: str, dtype: str) -
 @pytest.mark.parametrize("other", ["000", "0011", "010110"])
 @pytest.mark.parametrize("odd", [0, 1])
 def test_gradients_of_a_step_that_failed_are_in_the_state(layout: str, other: str, odd: int) -> None:
-    """With the same bits, and also for other ranks and nodes. They count in the next step."""
+    """The next step applies them, also on other ranks and nodes; on the same ranks with the same bits."""
     P, density, failing = len(layout), 0.3, 3
 
     def pushed(step: int, rank: int) -> Arrays:
-        return adapters.given(step, rank, P, SHAPES)
+        return adapters.partial_gradients(step, rank, P, SHAPES)
 
     def begin(transport: simulated.SimulatedTransport) -> Any:
         mine, saved = weights(), []
@@ -712,14 +712,14 @@ def test_gradients_of_a_step_that_failed_are_in_the_state(layout: str, other: st
         optimizer.lr = 0.01
         check_same(loaded.state_dict(), saved[-1])
         for step in range(failing + 1, failing + 4):
-            for each in (optimizer, loaded):
-                assert each.step(pushed(step, transport.rank)).usable
+            for one in (optimizer, loaded):
+                assert one.step(pushed(step, transport.rank)).usable
         check_same(loaded.state_dict(), optimizer.state_dict())
         assert all(data.same_bits(loaded.weights[name], w) for name, w in mine.items())
         return mine, optimizer.state_dict(), saved
 
     results = run_on(layout, begin)
-    check_equal([each[:2] for each in results])
+    check_equal([result[:2] for result in results])
     before, after = (waiting([saved[i] for *_, saved in results]) for i in (-2, -1))
     states = [saved[-1] for *_, saved in results]
 
@@ -732,18 +732,18 @@ def test_gradients_of_a_step_that_failed_are_in_the_state(layout: str, other: st
         assert not optimizer.state_dict()["unsummed"]
         return mine, optimizer.state_dict(), state
 
-    found = run_on(other, resume)
-    check_equal([each[:2] for each in found])
-    others = waiting([state for *_, state in found])
+    resumed = run_on(other, resume)
+    check_equal([result[:2] for result in resumed])
+    others = waiting([state for *_, state in resumed])
     for name, w in before.items():
         added = sum(g[name].ravel() for g in (pushed(failing, rank) for rank in range(P)) if name in g)
-        for each in (after, others):
-            np.testing.assert_allclose(each[name], w + added, rtol=1e-5, atol=1e-6 * (1 + np.abs(w).max(initial=0)))
+        for sums in (after, others):
+            np.testing.assert_allclose(sums[name], w + added, rtol=1e-5, atol=1e-6 * (1 + np.abs(w).max(initial=0)))
 
 
 @pytest.mark.parametrize("layout", ["0123", "0011"])
 def test_states_of_version_3_load(layout: str) -> None:
-    """They have whole arrays. With nodes, `reshard` divides them."""
+    """Such states have whole arrays, which `reshard` divides among the ranks of a node."""
 
     def program(transport: simulated.SimulatedTransport, states: list[Any]) -> Any:
         mine = weights()
@@ -761,23 +761,23 @@ def test_states_of_version_3_load(layout: str) -> None:
         return mine, optimizer.state_dict(), loaded
 
     states = [state for _, state, _ in run_on("0123", lambda transport: program(transport, []))]
-    before = waiting(states), whole(states)[1]
+    before = waiting(states), moments_and_units(states)[1]
     for state in states:
         del state["slices"], state["unsummed"]
         state["format"] = "SparseAdamW 3"
     results = run_on(layout, lambda transport: program(transport, states))
-    check_equal([each[:2] for each in results])
+    check_equal([result[:2] for result in results])
     loaded = [state for *_, state in results]
-    for ours, theirs in zip(before, (waiting(loaded), whole(loaded)[1]), strict=True):
+    for ours, theirs in zip(before, (waiting(loaded), moments_and_units(loaded)[1]), strict=True):
         for name, array in ours.items():
             np.testing.assert_allclose(theirs[name], array, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["0", "000", "0011", "010110"])
 def test_states_of_version_2_load(layout: str) -> None:
-    """They have whole moments, the same on all ranks, and no units, which were sqrt(v) + eps at any time.
+    """Such states have whole moments, equal on all ranks. They have no units: those were always sqrt(v) + eps.
 
-    A weight that was not updated yet has a second moment for its unit.
+    A weight without updates has a second moment only for its unit.
     """
     P, rng, step = len(layout), np.random.default_rng(4), 9
     moments: dict[str, Any] = {}
@@ -786,8 +786,8 @@ def test_states_of_version_2_load(layout: str) -> None:
         mean = np.where(last > 0, rng.standard_normal(shape), 0).astype(np.float32)
         squares = np.array(10.0 ** rng.uniform(-6, 2, shape), np.float32)
         moments[name] = {"mean": mean, "squares": squares, "last": last, "step": step}
-    waiting = [{name: its["mean"] * 0.1 * rank for name, its in moments.items()} for rank in range(P)]
-    given = copy.deepcopy(moments)
+    waiting = [{name: moment["mean"] * 0.1 * rank for name, moment in moments.items()} for rank in range(P)]
+    saved = copy.deepcopy(moments)
     rule: dict[str, Any] = {"density": 1.0, "eps": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
     def program(transport: simulated.SimulatedTransport) -> Any:
@@ -798,12 +798,12 @@ def test_states_of_version_2_load(layout: str) -> None:
             for key, x in optimizer.state_dict().items()
             if key not in ("units", "units_lag", "slices", "unsummed")
         }
-        state |= {"format": "SparseAdamW 2", "step": step, "moments": given, "residuals": waiting[transport.rank]}
+        state |= {"format": "SparseAdamW 2", "step": step, "moments": saved, "residuals": waiting[transport.rank]}
         optimizer.load_state_dict(state)
         loaded = copy.deepcopy(optimizer.state_dict())
         optimizer.step(gradients(step, transport.rank))
         if transport.rank == P - 1 > 0:
-            state["moments"] = copy.deepcopy(given)
+            state["moments"] = copy.deepcopy(saved)
             state["moments"]["bias"]["squares"][3] *= 16
         if P > 1:
             with pytest.raises(sc.InvalidInputError, match="differ in moments"):
@@ -811,17 +811,17 @@ def test_states_of_version_2_load(layout: str) -> None:
         return mine, optimizer.state_dict(), loaded
 
     results = run_on(layout, program)
-    assert all(data.same_bits(given[name]["squares"], its["squares"]) for name, its in moments.items())
-    check_equal([each[:2] for each in results])
-    found, units = whole([loaded for *_, loaded in results])
-    for name, its in moments.items():
-        root, updated = np.sqrt(its["squares"].ravel()) + np.float32(1e-3), its["last"].ravel() > 0
+    assert all(data.same_bits(saved[name]["squares"], moment["squares"]) for name, moment in moments.items())
+    check_equal([result[:2] for result in results])
+    after, units = moments_and_units([loaded for *_, loaded in results])
+    for name, moment in moments.items():
+        root, updated = np.sqrt(moment["squares"].ravel()) + np.float32(1e-3), moment["last"].ravel() > 0
         np.testing.assert_array_equal(units[name], 2.0 ** np.floor(np.log2(root)))
-        np.testing.assert_array_equal(found[name]["squares"], np.where(updated, its["squares"].ravel(), 0))
+        np.testing.assert_array_equal(after[name]["squares"], np.where(updated, moment["squares"].ravel(), 0))
         total = sum(
             gradients(step, rank)[name].ravel() + waiting[rank][name].ravel() * units[name] for rank in range(P)
         )
-        last, flat = its["last"].ravel(), [its[key].ravel().astype(float) for key in ("mean", "squares")]
+        last, flat = moment["last"].ravel(), [moment[key].ravel().astype(float) for key in ("mean", "squares")]
         a = step + 1 - last
         flat[1] = np.where(updated, flat[1], 0)
         arguments = weights()[name].ravel().astype(float), *flat, total / P / a, a, step + 1, 0.01, 0.1
@@ -829,11 +829,11 @@ def test_states_of_version_2_load(layout: str) -> None:
         np.testing.assert_allclose(results[0][0][name].ravel(), expected, rtol=1e-5, atol=1e-5)
 
 
-CHANGES = [  # nodes, the ranks that stay in their new order (None: a new rank), and the nodes then
+CHANGES = [  # old layout, old rank of each new rank (None: it joins), new layout
     ("001122", [0, 1, 4, 5], "0011"),
     ("0011", [0, 1, 2], "001"),
     ("000111", [0, 2, 3, 5], "0011"),
-    ("0011", [0, 2], "00"),  # a slice is lost
+    ("0011", [0, 2], "00"),  # one slice is lost
     ("0011", [3, 0, 2, 1], "0011"),
     ("0011", [0, 1, 2, 3], "0123"),
     ("01", [0, None, 1, None], "0011"),
@@ -848,9 +848,9 @@ CHANGES = [  # nodes, the ranks that stay in their new order (None: a new rank),
 @pytest.mark.parametrize("dense_steps", [0, 3, 4])
 @pytest.mark.parametrize("times", [1, 2])
 def test_nodes_change(layout: str, stay: list[int | None], other: str, dense_steps: int, times: int) -> None:
-    """By `rebuild`, also after a failed step, and twice before the next step. With 4 dense steps, units lag.
+    """`rebuild` runs once, or twice after a failed step. With 4 dense steps, units lag.
 
-    Residuals and moments that new ranks had before do not count.
+    Residuals and moments that joining ranks had before are dropped.
     """
     steps, schedule = 4, lambda step: 1.0 if step < dense_steps else 0.3
     fails = times == 2 and len(layout) > 1
@@ -875,9 +875,9 @@ def test_nodes_change(layout: str, stay: list[int | None], other: str, dense_ste
         return optimizer
 
     old, stale = run_on(layout, begin), [*run(1, begin_elsewhere), *run(1, begin_elsewhere), *run(1, begin_elsewhere)]
-    kept = [old[rank][1] for rank in stay if rank is not None]
-    (moments, units), before = whole([state for _, state in old]), waiting(kept)
-    lost, elements = len(layout) - len(kept), sum(residual.size for residual in kept[0]["residuals"].values())
+    stayed = [old[rank][1] for rank in stay if rank is not None]
+    (moments, units), before = moments_and_units([state for _, state in old]), waiting(stayed)
+    lost, elements = len(layout) - len(stayed), sum(residual.size for residual in stayed[0]["residuals"].values())
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         rank = stay[transport.rank]
@@ -896,13 +896,13 @@ def test_nodes_change(layout: str, stay: list[int | None], other: str, dense_ste
         return optimizer.weights, optimizer.state_dict(), state
 
     results = run_on(other, program)
-    check_equal([each[:2] for each in results])
-    found = [state for *_, state in results]
-    after, others = whole(found)
-    waits = waiting(found)
-    for name, its in moments.items():
-        has_unit, has_moments = (np.zeros(its["last"].size, bool) for _ in range(2))
-        for state in kept:
+    check_equal([result[:2] for result in results])
+    states = [state for *_, state in results]
+    after, others = moments_and_units(states)
+    waits = waiting(states)
+    for name, moment in moments.items():
+        has_unit, has_moments = (np.zeros(moment["last"].size, bool) for _ in range(2))
+        for state in stayed:
             has_unit[slice(*part_of(state, name))] = True
             has_moments[slice(*state["moments"][name]["part"])] = True
         np.testing.assert_array_equal(others[name][has_unit], units[name][has_unit])
@@ -910,7 +910,7 @@ def test_nodes_change(layout: str, stay: list[int | None], other: str, dense_ste
             waits[name], before[name], rtol=1e-6, atol=1e-6 * (1 + np.abs(before[name]).max(initial=0))
         )
         for key in ("mean", "squares", "last"):
-            np.testing.assert_array_equal(after[name][key][has_moments], its[key][has_moments])
+            np.testing.assert_array_equal(after[name][key][has_moments], moment[key][has_moments])
         assert not after[name]["mean"][~has_moments].any()
         assert (after[name]["last"][~has_moments] == steps).all()
         if dense_steps < 4 or not has_moments.any():
@@ -932,13 +932,13 @@ def test_ranks_that_are_a_step_apart_go_on_together(behind: int, layout: str) ->
         for step in range(5):
             if step == 4 and transport.rank == behind:
                 adamw, bucket = optimizer._adamw, optimizer.reducer.buckets[0]
-                kept = copy.deepcopy((mine, adamw.moments, adamw.steps, bucket.exponents, bucket.residual))
+                saved = copy.deepcopy((mine, adamw.moments, adamw.steps, bucket.exponents, bucket.residual))
             optimizer.step(gradients(step, transport.rank))
-        if adamw is not None:  # as if the last call had failed on this rank
-            adamw.adopt(kept[1], kept[2])
-            bucket.exponents[:], bucket.residual[:] = kept[3:]
+        if adamw is not None:  # undo the step, as if the last call had failed on this rank
+            adamw.adopt(saved[1], saved[2])
+            bucket.exponents[:], bucket.residual[:] = saved[3:]
             optimizer.reducer._open.number = 4
-            for name, w in kept[0].items():
+            for name, w in saved[0].items():
                 mine[name][...] = w
         return optimizer, waits(optimizer.state_dict())
 
@@ -966,7 +966,7 @@ def test_ranks_that_are_a_step_apart_go_on_together(behind: int, layout: str) ->
 def test_ranks_of_which_one_has_not_finished_a_preliminary_call_go_on_together(
     dense_steps: int, behind: int, layout: str
 ) -> None:
-    """That rank has no moments yet, or after dense steps still has the old units."""
+    """That rank has no moments yet, or still has the old units after dense steps."""
 
     def begin(transport: simulated.SimulatedTransport) -> sc.SparseAdamW:
         optimizer = sc.SparseAdamW(weights(), 0.01, comm=transport, density=0.3, dense_steps=dense_steps)

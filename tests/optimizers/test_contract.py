@@ -1,4 +1,4 @@
-"""What `SparseAdamW` promises, whether for arrays, for PyTorch or for JAX."""
+"""Promises of `SparseAdamW` that hold for arrays, PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.optimizers.adapters import (
     OfJax,
     OfTorch,
     OfTorchWithOverlap,
-    given,
     gradients,
     members_of,
+    partial_gradients,
     parts_of,
     run_on,
     weights,
@@ -37,12 +37,12 @@ def layout_of(make: Any, layout: str) -> str:
 
 
 def check_equal(optimizers: list[OfArrays], layout: str) -> None:
-    """Weights are the same on all ranks, bit for bit, and units on all that have them."""
+    """Check that all ranks have the same weights, and all ranks of a slice the same units, bit for bit."""
     for ranks in zip(*members_of(layout), strict=True):
         for rank in ranks:
             ours = optimizers[rank].units
             assert all(data.same_bits(ours[name], optimizers[ranks[0]].units[name]) for name in SHAPES)
-            assert {name: len(its) for name, its in ours.items()} == {
+            assert {name: len(units) for name, units in ours.items()} == {
                 name: end - begin for name, (begin, end) in parts_of(layout, rank).items()
             }
     for optimizer in optimizers:
@@ -54,21 +54,21 @@ def check_equal(optimizers: list[OfArrays], layout: str) -> None:
 @pytest.mark.parametrize("layout", ["0", "00011", "0011", "010110"])
 @pytest.mark.parametrize("weight_decay", [0.1, {"matrix": 0.3}], ids=["all", "by name"])
 def test_weights_are_those_of_arrays(make: Any, layout: str, weight_decay: Any) -> None:
-    """Also with a schedule of rates, and with tensors without gradients."""
+    """Includes a schedule of learning rates, and tensors without gradients."""
     layout = layout_of(make, layout)
-    pushed = partial(given, P=len(layout)) if make.lacks else gradients
+    pushed = partial(partial_gradients, P=len(layout)) if make.lacks else gradients
     rule = {"density": 0.2, "betas": (0.8, 0.95), "weight_decay": weight_decay, "wire": "packed"}
 
     def program(transport: simulated.SimulatedTransport) -> OfArrays:
         ours, theirs = make(transport, **rule), OfArrays(transport, **rule)
         for step in range(9):
-            for each in (ours, theirs):
-                each.step(pushed(step, transport.rank), 0.02 / (1 + step))
+            for optimizer in (ours, theirs):
+                optimizer.step(pushed(step, transport.rank), 0.02 / (1 + step))
         for name, w in theirs.weights.items():
-            tolerance = 1e-6 if make is OfJax and len(layout) == 1 else 0  # Optax adds a difference, which is rounded
+            tolerance = 1e-6 if make is OfJax and len(layout) == 1 else 0  # Optax adds rounded differences
             np.testing.assert_allclose(ours.weights[name], w, rtol=tolerance)
-        for name, its in theirs.moments.items():
-            assert all(data.same_bits(*pair) for pair in zip(ours.moments[name], its, strict=True))
+        for name, moment in theirs.moments.items():
+            assert all(data.same_bits(*pair) for pair in zip(ours.moments[name], moment, strict=True))
         return ours
 
     check_equal(run_on(layout, program), layout)
@@ -79,20 +79,20 @@ def test_weights_are_those_of_arrays(make: Any, layout: str, weight_decay: Any) 
 @pytest.mark.parametrize("layout", ["0", "000", "0011"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_at_density_1_it_is_adamw(make: Any, layout: str, rule: dict[str, Any]) -> None:
-    """PyTorch's own, by the mean of all ranks' gradients, also where tensors have none."""
+    """The oracle is PyTorch's AdamW on the mean gradients. Some tensors lack gradients."""
     torch = pytest.importorskip("torch")
     if make is OfJax and len(layout) == 1:
         pytest.skip("compiles slowly")
     layout, steps = layout_of(make, layout), 100 if make is OfArrays else 20
     P = len(layout)
-    pushed = partial(given, P=P) if make.lacks else gradients
+    pushed = partial(partial_gradients, P=P) if make.lacks else gradients
     parameters = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in weights().items()}
     theirs = torch.optim.AdamW(parameters.values(), 0.01, **rule)
     for step in range(steps):
         everyones = [pushed(step, rank) for rank in range(P)]
         for name, p in parameters.items():
-            found = [g[name] for g in everyones if name in g]
-            p.grad = torch.tensor(sum(found[1:], found[0]) / np.float32(P)) if found else None
+            present = [g[name] for g in everyones if name in g]
+            p.grad = torch.tensor(sum(present[1:], present[0]) / np.float32(P)) if present else None
         theirs.step()
 
     def program(transport: simulated.SimulatedTransport) -> OfArrays:
@@ -115,7 +115,7 @@ def test_at_density_1_it_is_adamw(make: Any, layout: str, rule: dict[str, Any]) 
 def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
     make: Any, layout: str, bad: float, when: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks' gradients stay in their residuals.
+    """Finite gradients of other ranks stay in their residuals.
 
     If a node's sum overflows (3e38), the node drops its residual of this weight, and nothing else. If only the square
     of the sum overflows (1e20), all ranks drop theirs.
@@ -131,7 +131,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
     def program(transport: simulated.SimulatedTransport) -> OfArrays:
         optimizer: OfArrays = make(transport, **RULE)
         members, parts = (
-            next(its for its in members_of(layout) if transport.rank in its),
+            next(ranks for ranks in members_of(layout) if transport.rank in ranks),
             parts_of(layout, transport.rank),
         )
         for step in range(6):
@@ -144,8 +144,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
             assert same == (step == when)
             if step == when and when:
                 assert bool(before[1]) == bool(optimizer.moments)
-                for name, its in before[1].items():
-                    assert all(data.same_bits(*pair) for pair in zip(optimizer.moments[name], its, strict=True))
+                for name, moment in before[1].items():
+                    assert all(data.same_bits(*pair) for pair in zip(optimizer.moments[name], moment, strict=True))
                     added = sum(pushed(name, rank)[slice(*parts[name])] for rank in members)
                     expected = before[2][name] + added / 2.0 ** (optimizer.units[name] - 127.0)
                     if in_sums and name == "matrix" and (bad == 1e20 or P - 1 in members):
@@ -176,7 +176,7 @@ def test_weights_and_units_that_differ_are_found(make: Any, what: str, layout: s
         optimizer.step(gradients(1, transport.rank))
         with pytest.raises(sc.WeightMismatchError):
             optimizer.step(gradients(2, transport.rank))
-        optimizer.step(gradients(2, transport.rank))  # compares again
+        optimizer.step(gradients(2, transport.rank))  # compares weights again
 
     raised = errors(len(layout), program, node_of_rank=[*map(int, layout)])
     assert {type(error) for error in raised} == {sc.WeightMismatchError}
@@ -184,7 +184,7 @@ def test_weights_and_units_that_differ_are_found(make: Any, what: str, layout: s
     assert f"{prefix}bias{'.unit' if what == 'units' and not prefix else ''}" in str(raised[0])
 
 
-# -- other ranks -------------------------------------------------------------------------------------------
+# -- other ranks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(2)
@@ -230,8 +230,8 @@ def test_a_resumed_run_takes_units_from_dense_steps(make: Any, layout: str) -> N
         second.it.load_state_dict(first.it.state_dict())
         for name, w in first.weights.items():
             second.weights[name][...] = w
-        for each in (first, second):
-            each.step(gradients(3, transport.rank))
+        for optimizer in (first, second):
+            optimizer.step(gradients(3, transport.rank))
         assert all(data.same_bits(second.weights[name], w) for name, w in first.weights.items())
         assert all(data.same_bits(second.units[name], units) for name, units in first.units.items())
 

@@ -1,4 +1,4 @@
-"""Fresh environments as users have them: no checkout on the path, and no compiler."""
+"""Fresh environments like a user's: without the checkout on the path, and without a compiler."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LIMIT = 300  # seconds
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, and what its programs see.
+    """A virtual environment and the variables of its programs.
 
     Attributes:
-        folder: of the environment.
-        system: a folder of programs, for PATH.
+        folder: the folder of the environment.
+        system: a folder with links to programs, for PATH.
     """
 
     folder: Path
@@ -35,7 +35,7 @@ class Environment:
 
     @classmethod
     def make(cls, folder: Path) -> Environment:
-        """Make an environment in a new folder, beside links to this machine's programs, without compilers and MPIs."""
+        """Make an environment in a new folder. PATH has this machine's programs except compilers and MPIs."""
         subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, folder / "env"], check=True)
         system = folder / "system"
         system.mkdir()
@@ -49,12 +49,12 @@ class Environment:
     @property
     def variables(self) -> dict[str, str]:
         dropped = {"PYTHONPATH", "MPICC", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "LD_LIBRARY_PATH"}
-        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        inherited = {name: value for name, value in os.environ.items() if name not in dropped}
         path = f"{self.folder / 'bin'}{os.pathsep}{self.system}"
-        return kept | MORE_RANKS_THAN_CORES | {"PATH": path, "VIRTUAL_ENV": str(self.folder)}
+        return inherited | MORE_RANKS_THAN_CORES | {"PATH": path, "VIRTUAL_ENV": str(self.folder)}
 
     def install(self, *requirements: object, objects: Path | None = None) -> None:
-        """Install with uv. If there is a folder of compiled ``objects``, what is no wheel is built."""
+        """Install with uv. Source packages are built only if ``objects``, a folder of compiled files, is passed."""
         uv = shutil.which("uv")
         assert uv is not None
         variables = self.variables
@@ -67,9 +67,9 @@ class Environment:
         assert ran.returncode == 0, ran.stderr[-4000:]
 
     def link(self, *names: str) -> None:
-        """Install what this environment has of some distributions, and of all that they need, as links to its files.
+        """Install distributions and their dependencies as links to the files of the current environment.
 
-        Their bytecode comes along, which takes a process seconds to make.
+        This includes their bytecode, which takes seconds to compile.
         """
         (site,) = self.folder.glob("lib/python*/site-packages")
         for distribution in _with_requirements(names):
@@ -87,7 +87,7 @@ class Environment:
                     script.chmod(0o755)
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> tuple[int, str]:
-        """Run a program of the environment, in its folder; return its exit status and all that it says."""
+        """Run a program of the environment in its folder; return its exit status and output."""
         program = shutil.which(command[0], path=self.variables["PATH"])
         assert program is not None, command
         ran = subprocess.run(
@@ -113,7 +113,7 @@ def _with_requirements(names: Iterable[str]) -> Iterator[importlib.metadata.Dist
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # for other systems
+            continue  # requirement for another system
         yield distribution
         for requirement in distribution.requires or ():
             if "extra ==" not in requirement:
@@ -125,5 +125,5 @@ def _link(source: Path, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source, to)
-        except OSError:  # another file system
+        except OSError:  # hard links do not cross file systems
             shutil.copy2(source, to)

@@ -1,4 +1,4 @@
-"""What setup.py refuses, before anything is compiled."""
+"""Settings that setup.py refuses, and its cache of compiled files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_wrapper_of_no_known_mpi(header: str | None, error: str, tmp_path: Pat
 
 
 def test_what_has_been_compiled_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dates and folders do not count; the text, headers and options do."""
+    """The cache depends on the source, headers and options, but not on dates and folders."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.chdir(ROOT)
     compile_cached: Any = runpy.run_path("setup.py")["compile_cached"]
@@ -73,8 +73,8 @@ def test_what_has_been_compiled_is_not_compiled_again(tmp_path: Path, monkeypatc
         Path(where).mkdir(exist_ok=True)
         Path(where, "h.h").write_text(f"#define H {h}\n")
         settings = {"output_dir": where, "include_dirs": [where], "macros": [], "extra_postargs": list(options)}
-        made = compile_cached(compiler, "a.c", **settings)
-        assert Path(made).stat().st_size > 0
+        library = compile_cached(compiler, "a.c", **settings)
+        assert Path(library).stat().st_size > 0
         return len(list(Path("build/objects").iterdir()))
 
     assert [objects("one", 1, "-O1"), objects("two", 1, "-O1")] == [1, 1]

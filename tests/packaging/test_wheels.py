@@ -28,7 +28,7 @@ WITHOUT_MPI = "import numpy as np, sparsecomm as sc; sc.sparse_allreduce(np.ones
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheels` builds, for this Python, of objects that are there: for processors like this one."""
+    """Build with `make wheels` for this Python only, from compiled objects if present."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "packaging/wheels.py", "--pythons", sys.executable, "--to", str(folder)]
     settings = os.environ | {"SPARSECOMM_MARCH": ""}
@@ -39,8 +39,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> Path:
-    (found,) = dist.glob("*.whl")
-    return found
+    (path,) = dist.glob("*.whl")
+    return path
 
 
 def test_contents(wheel: Path, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_contents(wheel: Path, tmp_path: Path) -> None:
         names = set(archive.namelist())
         archive.extractall(tmp_path)
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
-    assert {name.split("/")[0] for name in names} == {"sparsecomm", info}  # no libraries of others
+    assert {name.split("/")[0] for name in names} == {"sparsecomm", info}  # no bundled libraries
     assert {f"sparsecomm/_{name}" for name in ("kernels/__init__.py", *KERNELS)} <= names
     assert {"sparsecomm/py.typed", "sparsecomm/tensors/_dlpack.pyi"} <= names
     assert [name for name in names if re.match(r"sparsecomm/backends/_codec\..*\.so$", name)]
@@ -71,7 +71,7 @@ def dynamic_section(file: Path) -> str:
 
 
 def run_readme(env: Environment, *leave_out: str) -> list[str]:
-    """Run what the README shows for those who have installed it; return the commands."""
+    """Run the README's commands for an installed package; return them."""
     folder = env.folder.parent / "files"
     folder.mkdir()
     runner = blocks.Runner(folder, env.variables, [*blocks.INSTALLS, *leave_out])
@@ -85,7 +85,7 @@ def test_with_an_mpi(mpi: str, wheel: Path, tmp_path: Path) -> None:
     env = Environment.make(tmp_path)
     env.install(wheel, mpi)
     ran = run_readme(env, *blocks.NO_TORCH)
-    assert time.monotonic() - began < 120  # from nothing to a first result
+    assert time.monotonic() - began < 120  # from an empty environment to the first result
     assert any(command.endswith("mpirun -n 2 python -m sparsecomm selftest") for command in ran)
     assert any(re.search(r"mpirun .* first\.py$", command) for command in ran)
     status, output = env.run("sparsecomm", "info")
@@ -95,7 +95,7 @@ def test_with_an_mpi(mpi: str, wheel: Path, tmp_path: Path) -> None:
 
 
 def test_without_an_mpi(wheel: Path, tmp_path: Path) -> None:
-    """`torchrun` alone: bytes go over the process group."""
+    """`torchrun` works alone: messages go over the process group."""
     env = Environment.make(tmp_path)
     env.install(wheel)
     status, output = env.run("python", "-c", WITHOUT_MPI)
@@ -110,10 +110,10 @@ def test_without_an_mpi(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_sdist_without_an_mpi(dist: Path, tmp_path: Path) -> None:
-    """It builds everything but the MPI transport, and says so."""
+    """The build leaves out only the MPI transport, and says so."""
     (sdist,) = dist.glob("*.tar.gz")
     env = Environment.make(tmp_path)
-    env.install(sdist, objects=ROOT / "build" / "objects")  # made with the same options
+    env.install(sdist, objects=ROOT / "build" / "objects")  # compiled with the same options
     status, output = env.run("sparsecomm", "info")
     assert status == 0, output
     assert re.search(r"^built for +no MPI, only process groups of torch.distributed\. .*MPICC=", output, re.MULTILINE)
@@ -126,7 +126,7 @@ def test_sdist_without_an_mpi(dist: Path, tmp_path: Path) -> None:
 
 
 def test_an_editable_install_beside_the_program(tmp_path: Path) -> None:
-    """In the folder that contains the checkout, Python imports the library, not the checkout's folder."""
+    """In the folder that contains the checkout, Python must import the library, not the checkout's folder."""
     env, checkout = Environment.make(tmp_path), tmp_path / "sparsecomm"
     shutil.copytree(ROOT, checkout, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.so"))
     env.install("-e", checkout, objects=ROOT / "build" / "objects")

@@ -12,7 +12,7 @@ from sparsecomm.tensors.interop import CPU, Device, Tensor
 
 __all__ = ["LAYOUTS", "changed", "check", "elements", "host_tensor", "layout_of", "tensor_of"]
 
-# By name: bytes of an element, position and largest value of the exponent, lowest class, and whether it is a float.
+# By layout: bytes of an element, position and largest value of the exponent, lowest class, whether it is a float.
 LAYOUTS = {
     "float8_e4m3": (1, 3, 15, 0, True),
     "float8_e5m2": (1, 2, 31, 9, True),

@@ -1,4 +1,4 @@
-"""Faults of the file system, for tests of publishers."""
+"""File system faults for tests of publishers."""
 
 from __future__ import annotations
 

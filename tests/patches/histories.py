@@ -133,7 +133,7 @@ class History:
     # The publisher.
 
     def train(self) -> None:
-        """Change the weights: a little, all, not at all, or back to an earlier version's."""
+        """Change a few weights, all or none, or return to an earlier version."""
         choice = self.random.random()
         earlier = [weights for weights in self.steps.values() if self.fits(weights, self.kind)]
         if choice < 0.1 and earlier:
@@ -342,7 +342,7 @@ class History:
             numbers = [version[0] for version in versions if self.of_id[version[2]] == after]
             if expected[0] is None or (numbers and numbers[-1] >= expected[0][0]):
                 assert not numbers or step == dict(version[:2] for version in versions)[numbers[-1]], "an older step"
-            else:  # weights that were published twice may be left for a way that ends at a damaged file
+            else:  # weights that were published twice may lead to a damaged file
                 again = self.expected(view, after)
                 assert again is not None
                 assert self.of_id[expected[0][2]] not in again[1], "a newer version can be reached"
@@ -363,20 +363,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     logging.getLogger("sparsecomm").setLevel(logging.ERROR)
     begin, failed = time.monotonic(), []
-    for seed in range(given.first, given.first + given.seeds):
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
             play(seed)
         except Exception as error:
-            if given.seeds == 1:
+            if arguments.seeds == 1:
                 raise
             failed.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
         if (seed + 1) % 5000 == 0:
             print(f"{seed + 1} seeds, {len(failed)} failed, {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"{given.seeds} seeds, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
+    print(f"{arguments.seeds} seeds, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
     raise SystemExit(bool(failed))
 
 

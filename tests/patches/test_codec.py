@@ -1,4 +1,4 @@
-"""`diff` and `apply`: bit for bit, for all dtypes. Refused patches change nothing."""
+"""`diff` and `apply` reproduce all dtypes bit for bit, and refused patches change nothing."""
 
 from __future__ import annotations
 

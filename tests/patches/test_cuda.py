@@ -24,8 +24,8 @@ def device(cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch) -> DeferredRu
 
 def put(device: DeferredRuntime, array: np.ndarray, name: str) -> Tensor:
     """Lend an array to the device; its current stream has yet to write the elements."""
-    held = device.put(array)
-    return tensor_of(array.ctypes.data, array.nbytes, name, Device("cuda", device.device), held, device.stream())
+    on_device = device.put(array)
+    return tensor_of(array.ctypes.data, array.nbytes, name, Device("cuda", device.device), on_device, device.stream())
 
 
 def check_lent(device: DeferredRuntime, name: str, old: np.ndarray, new: np.ndarray) -> None:

@@ -16,7 +16,7 @@ from tests.patches.elements import LAYOUTS, changed, elements, host_tensor, layo
 from tests.processes import LIMIT
 
 CLASSES, PIECE, BLOCK = 16, 2**21, 1024
-ESCAPE = 24  # from this quotient of a Rice code on, the number itself follows
+ESCAPE = 24  # from this quotient of a Rice code, the number follows uncoded
 SIMD = ("portable", "avx2", "avx512")
 ROOT = Path(__file__).parents[2]
 Change = tuple[int, int, int]  # class, rank, distance
@@ -62,12 +62,12 @@ def changes(old: np.ndarray, new: np.ndarray, name: str) -> list[Change]:
     exponents = (old >> old.dtype.type(shift)).astype(np.uint64) & np.uint64(mask)
     classes = (exponents.astype(np.int64) - low).clip(0, CLASSES - 1)
     distances = (order(new, is_float) - order(old, is_float)).view(f"i{itemsize}")
-    found = []
+    result = []
     for c in range(CLASSES):
         members = np.flatnonzero(classes == c)
         ranks = np.flatnonzero(old[members] != new[members])
-        found += [(c, int(rank), int(distances[members[rank]])) for rank in ranks]
-    return found
+        result += [(c, int(rank), int(distances[members[rank]])) for rank in ranks]
+    return result
 
 
 class Reader:
@@ -115,7 +115,7 @@ class Reader:
 
 def decoded(piece: bytes, size: int) -> list[Change]:
     """Return the changes of a piece by class and rank."""
-    reader, found = Reader(piece), []
+    reader, result = Reader(piece), []
     present = reader.get(CLASSES) if piece else 0
     for c in range(CLASSES):
         if not present >> c & 1:
@@ -124,9 +124,9 @@ def decoded(piece: bytes, size: int) -> list[Change]:
         ranks = reader.set_of(count, reader.number() if others else size, others)
         signs = [-1 if reader.get(1) else 1 for _ in range(count)]
         steps = reader.values(count)
-        found += [(c, rank, sign * (step + 1)) for rank, sign, step in zip(ranks, signs, steps, strict=True)]
+        result += [(c, rank, sign * (step + 1)) for rank, sign, step in zip(ranks, signs, steps, strict=True)]
     assert 0 <= reader.width < 8
-    return found
+    return result
 
 
 def check(old: np.ndarray, new: np.ndarray, name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""`Publisher` and `Subscriber` over folders. Random histories, with an oracle: `tests/patches/histories.py`."""
+"""`Publisher` and `Subscriber` over folders. For random histories see `tests/patches/histories.py`."""
 
 from __future__ import annotations
 
@@ -260,11 +260,11 @@ def test_anchors_are_files_of_safetensors(tmp_path: Path) -> None:
         dtype = getattr(torch, name)
         tensors[name] = (bits % 2).bool() if name == "bool" else tensors[name].view(dtype).reshape(5, -1)
     Publisher(tensors, tmp_path).publish(5)
-    found = load(gzip.decompress(next(tmp_path.glob("*.gz")).read_bytes()))
-    assert found.keys() == tensors.keys()
+    loaded = load(gzip.decompress(next(tmp_path.glob("*.gz")).read_bytes()))
+    assert loaded.keys() == tensors.keys()
     for name, x in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape)
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8)), name
+        assert (loaded[name].dtype, loaded[name].shape) == (x.dtype, x.shape)
+        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8)), name
     subscriber = Subscriber({name: torch.zeros_like(x) for name, x in tensors.items()}, tmp_path, in_place=False)
     assert subscriber.update() == 5
     assert torch.equal(subscriber.tensors["float8_e5m2"].view(torch.uint8), tensors["float8_e5m2"].view(torch.uint8))
@@ -280,7 +280,7 @@ def test_tensors_that_no_anchor_can_have_are_refused(tensors: Any, tmp_path: Pat
 
 
 def test_arguments_of_all_kinds(tmp_path: Path) -> None:
-    """Single arrays, pairs of names and tensors, also from a generator, and numbers of NumPy."""
+    """Covers single arrays, pairs of names and tensors, generators and NumPy numbers."""
     x = np.arange(5.0)
     for i, tensors in enumerate((x, [("w", x)], iter([("w", x)]))):
         publisher = Publisher(tensors, tmp_path / str(i), anchor_every=np.int64(3))
@@ -307,7 +307,7 @@ def test_arguments_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_tensors_that_share_memory(tmp_path: Path) -> None:
-    """As tied weights of a model do."""
+    """Tied weights share memory."""
     x, y = np.arange(6.0), np.zeros(6)
     publisher = Publisher({"x": x, "tied": x}, tmp_path)
     subscriber = Subscriber({"x": y, "tied": y}, tmp_path)

@@ -26,13 +26,13 @@ P = 4
 
 @pytest.fixture
 def versions(tmp_path: Path) -> list[np.ndarray]:
-    x, found = np.random.default_rng(1).standard_normal(3000).astype(np.float32), []
+    x, arrays = np.random.default_rng(1).standard_normal(3000).astype(np.float32), []
     with Publisher({"x": x}, tmp_path, anchor_every=3) as publisher:
         for step in range(6):
             x[step::50] += 1
             publisher.publish(step)
-            found.append(x.copy())
-    return found
+            arrays.append(x.copy())
+    return arrays
 
 
 class Counting(Folder):
@@ -57,8 +57,8 @@ def test_ranks_at_different_versions_get_the_newest(root: int, tmp_path: Path, v
         x = versions[rank + 1].copy() if rank else np.zeros(3000, np.float32)
         if rank == 3:
             x[5] = 0  # no version's weights
-        given = source if rank == root else None
-        subscriber = Subscriber({"x": x}, Ranks(given, comm=transport, root=root), in_place=rank != 1)
+        own_source = source if rank == root else None
+        subscriber = Subscriber({"x": x}, Ranks(own_source, comm=transport, root=root), in_place=rank != 1)
         steps = [subscriber.update() for _ in range(3)]
         return steps, subscriber.tensors["x"].tobytes(), subscriber.problems
 

@@ -129,13 +129,13 @@ every_answer = pytest.mark.parametrize("answer", ANSWERS)
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
     """A folder with an anchor and two patches, and the weights of each."""
-    folder, x, found = tmp_path_factory.mktemp("published"), np.random.default_rng(1).standard_normal(3000), []
+    folder, x, arrays = tmp_path_factory.mktemp("published"), np.random.default_rng(1).standard_normal(3000), []
     with Publisher(x, folder) as publisher:
         for step in range(3):
             x[step::50] += 1
             publisher.publish(step)
-            found.append(x.copy())
-    return folder, found
+            arrays.append(x.copy())
+    return folder, arrays
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Reducers on simulated ranks: gradients to push, steps to make, and what must hold of them."""
+"""Reducers on simulated ranks: gradients, steps and invariants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def reducer_of(transport: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
-    """A reducer of `SHAPES`, of several buckets, with these settings besides or in the place of `SETTINGS`."""
+    """Return a reducer of `SHAPES` with several buckets. Settings extend or override `SETTINGS`."""
     return sc.Reducer(**{"tensors": gradients(0), "comm": transport} | SETTINGS | options)
 
 
@@ -32,27 +32,27 @@ def gradients(
     max_: int = 8,
     normal: bool = False,
 ) -> Arrays:
-    """Whole numbers, whose sums are exact; or of a normal distribution."""
-    made = {}
+    """Return integers, whose sums are exact; with ``normal``, normally distributed numbers."""
+    arrays = {}
     for position, (name, shape) in enumerate(shapes.items()):
         dtype, n = "float32" if dtypes is None else dtypes[name], int(np.prod(shape))
-        made[name] = data.integers(n, dtype, 1000 * seed + position, max_).reshape(shape)
+        arrays[name] = data.integers(n, dtype, 1000 * seed + position, max_).reshape(shape)
         if normal:
-            made[name] = data.gradient("normal", n, dtype, seed).reshape(shape)
-    return made
+            arrays[name] = data.gradient("normal", n, dtype, seed).reshape(shape)
+    return arrays
 
 
 def as_float64(arrays: Mapping[str, Any]) -> Arrays:
     return {name: np.asarray(array).astype(np.float64) for name, array in arrays.items()}
 
 
-def total(each: Iterable[Mapping[str, Any]]) -> Arrays:
-    """The sum of several, name by name."""
-    found: Arrays = {}
-    for arrays in each:
-        for name, array in as_float64(arrays).items():
-            found[name] = found[name] + array if name in found else array
-    return found
+def total(several: Iterable[Mapping[str, Any]]) -> Arrays:
+    """Return the sums by name."""
+    sums: Arrays = {}
+    for named in several:
+        for name, array in as_float64(named).items():
+            sums[name] = sums[name] + array if name in sums else array
+    return sums
 
 
 def copies(arrays: Mapping[str, np.ndarray]) -> Arrays:

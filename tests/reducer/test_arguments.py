@@ -1,4 +1,4 @@
-"""The arguments of a reducer: names and tensors, settings, densities; and what is refused."""
+"""Arguments of a reducer: names, tensors, settings and densities, valid and refused."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_densities_of_functions() -> None:
 
 def test_a_warm_up_is_the_papers() -> None:
     warmup = sc.Warmup(0.001, 4 * 10)
-    found = [warmup(10 * epoch + 5) for epoch in range(6)]
-    np.testing.assert_allclose(found, [0.25, 0.0629, 0.0158, 0.00398, 0.001, 0.001], rtol=0.01)
+    densities = [warmup(10 * epoch + 5) for epoch in range(6)]
+    np.testing.assert_allclose(densities, [0.25, 0.0629, 0.0158, 0.00398, 0.001, 0.001], rtol=0.01)
     assert [warmup(step) for step in (0, 9, 10)] == [0.25, 0.25, warmup(19)]
     assert [sc.Warmup(0.1, 2, dense_steps=3)(step) for step in range(3)] == [1.0] * 3
     assert sc.Warmup(0.1, 0)(0) == 0.1

@@ -1,4 +1,4 @@
-"""The recommended setting of a training, to which every way to train defaults; and dense baselines."""
+"""Every front end defaults to the recommended settings; and dense baselines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def ways_to_train() -> dict[str, Callable[..., Any]]:
-    """Return those whose libraries are installed."""
-    found: dict[str, Callable[..., Any]] = {"Reducer": sc.Reducer}
+    """Return the front ends whose libraries are installed."""
+    ways: dict[str, Callable[..., Any]] = {"Reducer": sc.Reducer}
     for module, names in (
         ("sparsecomm.torch", ("register", "SparseState", "DistributedOptimizer", "register_fsdp")),
         ("sparsecomm.jax", ("sparsify",)),
@@ -30,8 +30,8 @@ def ways_to_train() -> dict[str, Callable[..., Any]]:
             imported = __import__(module, fromlist=list(names))
         except ImportError:
             continue
-        found |= {f"{module}.{name}": getattr(imported, name) for name in names}
-    return found
+        ways |= {f"{module}.{name}": getattr(imported, name) for name in names}
+    return ways
 
 
 def test_every_way_to_train_defaults_to_the_documented_setting() -> None:
@@ -39,7 +39,7 @@ def test_every_way_to_train_defaults_to_the_documented_setting() -> None:
         parameters = inspect.signature(way).parameters
         assert parameters["density"].default is DENSITY, name
         assert [parameters[option].default for option in ("algorithm", "wire", "dense_steps")] == ["auto", "auto", None]
-    for integration in ("accelerate", "lightning", "transformers"):  # whose imports take seconds
+    for integration in ("accelerate", "lightning", "transformers"):  # their imports take seconds
         text = (ROOT / "sparsecomm" / "integrations" / f"{integration}.py").read_text()
         assert "density: Schedule = DENSITY" in text
     said = f"For SGD it is {DENSITY.density}, after {DENSITY.dense_steps} dense steps. "
@@ -68,7 +68,7 @@ def gradients(dtype: str, rank: int, step: int) -> dict[str, np.ndarray[Any, Any
 def test_auto_fits_what_is_asked_for_and_is_dense_at_density_1_only(
     P: int, dtype: str, options: dict[str, Any], sparse: set[tuple[str, str]]
 ) -> None:
-    """Also while a schedule, or ``dense_steps``, changes the density."""
+    """This holds while a schedule, or ``dense_steps``, changes the density."""
     schedule = {2: 1.0}
 
     def program(transport: Transport) -> Any:
@@ -77,7 +77,7 @@ def test_auto_fits_what_is_asked_for_and_is_dense_at_density_1_only(
         taken = []
         for step in range(6):
             done = reducer.reduce(gradients(dtype, transport.rank, step))
-            (bucket,) = reducer._connection.buckets.all
+            (bucket,) = reducer.buckets
             assert bucket.last_plan is not None
             taken.append((done.density, bucket.last_plan.algorithm.name, bucket.last_plan.choice.wire.name))
             assert (done.density < 1) == reducer.residual("a").any()
@@ -99,7 +99,7 @@ def test_dense_steps_come_before_a_schedule() -> None:
         assert callable(schedule)
         then = [density(step) if callable(density) else density for step in range(5)]
         assert [schedule(step) for step in range(8)] == [1.0, 1.0, 1.0, *then]
-    for warmup in (DENSITY, sc.Warmup(0.1, 4, dense_steps=7)):  # its own dense steps are replaced, not prolonged
+    for warmup in (DENSITY, sc.Warmup(0.1, 4, dense_steps=7)):  # ``dense_steps`` replaces the warm-up's own
         assert with_dense_steps(warmup) is warmup
         for count in (0, 3):
             schedule = with_dense_steps(warmup, count)

@@ -1,4 +1,4 @@
-"""What a `Reducer` refuses, what it does about NaN, and what is left after an error."""
+"""Refused arguments, NaN, and the state of a `Reducer` after an error."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_two_reducers_in_another_order(P: int) -> None:
 
 @pytest.fixture
 def another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On rank 1 the call of the tensor "c" is another one than on the other ranks, in the first step."""
+    """Make rank 1's call for the tensor "c" differ from the other ranks' in the first step."""
     run_ = SumCall.run
 
     def fails(self: SumCall) -> Any:
@@ -111,7 +111,7 @@ MISMATCH = "rank 0 is in .*, and rank 1 in another|rank 1 is in another"
 def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
     P: int, momentum: float, whole: bool, infinite: bool
 ) -> None:
-    """Sums of other calls count; but where steps may be skipped, and so count as a whole, nothing of the step does."""
+    """The sums of other calls are applied, unless ``skip_nonfinite`` makes the step all or nothing."""
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         options = {"momentum": momentum, "masking": False, "skip_nonfinite": whole}
@@ -170,36 +170,36 @@ def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(P: int, scope: st
             steps = []
             for step in range(4):
                 mine = gradients(transport.rank + 10 * step)
-                given_ = copies(mine)
+                pushed = copies(mine)
                 if step in (1, 2) and transport.rank == P - 1:
                     mine[poisoned].reshape(-1)[3] = bad
-                    given_[poisoned][...] = 0
+                    pushed[poisoned][...] = 0
                 before = residuals(reducer)
                 usable, cause = (done := reducer.reduce(mine)).usable, done.cause
                 where = f"the gradient of {poisoned} on this" if transport.rank == P - 1 else "a gradient of another"
                 expected = "" if usable else f"rank {transport.rank}: {where} rank is not finite"
                 assert cause[: len(expected) or None] == expected
-                steps.append((usable, before, given_, mine, residuals(reducer)))
+                steps.append((usable, before, pushed, mine, residuals(reducer)))
             assert reducer.counters.skipped == 2
             return steps
 
-        for step, each in enumerate(zip(*run(P, program), strict=True)):
-            assert len({str(bits(mine)) for _, _, _, mine, _ in each}) == 1
+        for step, by_rank in enumerate(zip(*run(P, program), strict=True)):
+            assert len({str(bits(mine)) for _, _, _, mine, _ in by_rank}) == 1
             if step in (1, 2):
-                assert not any(usable for usable, *_ in each)
-                assert not all(np.isfinite(a).all() for a in each[0][3].values())
-                for _, before, given_, _, after in each:  # every rank has its own back
-                    same(after, total([before, given_]))
+                assert not any(usable for usable, *_ in by_rank)
+                assert not all(np.isfinite(a).all() for a in by_rank[0][3].values())
+                for _, before, pushed, _, after in by_rank:  # each rank's gradient returns to its residual
+                    same(after, total([before, pushed]))
             else:
-                assert all(usable for usable, *_ in each)
-                before, given_, after = (total(rank[i] for rank in each) for i in (1, 2, 4))
-                same(total([after, each[0][3]]), total([before, given_]))
+                assert all(usable for usable, *_ in by_rank)
+                before, pushed, after = (total(rank[i] for rank in by_rank) for i in (1, 2, 4))
+                same(total([after, by_rank[0][3]]), total([before, pushed]))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "split", "ssar_split_allgather", "dense"])
 @pytest.mark.parametrize("what", ["residual", "sum"])
 def test_finite_gradients_that_overflow_make_a_step_unusable_once(algorithm: str, what: str) -> None:
-    """In a residual of one rank, or only in the sum over the ranks. The step after it counts."""
+    """The overflow is in one rank's residual, or only in the sum over ranks. The next step works."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         options = {"skip_nonfinite": True, "dense_below": 0, "wire": "packed"}

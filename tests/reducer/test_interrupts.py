@@ -1,4 +1,4 @@
-"""Interrupts of reducers on simulated ranks, whose calls end then. Calls that go on: `tests/test_interrupts.py`."""
+"""Interrupts that end the calls of reducers. For calls that continue, see `tests/test_interrupts.py`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
 
 @pytest.fixture(autouse=True)
 def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupts come in the contexts of `contextlib`, too, in which compiled code does its work."""
+    """Interrupt inside `contextlib`, too, since compiled code runs in its contexts."""
     monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__))
 
 
 def test_a_reducer_that_was_interrupted_when_it_connected_goes_on() -> None:
-    """It has all its buckets then, and talks to reducers that were not interrupted."""
+    """It has all its buckets, and works with reducers that were not interrupted."""
     gradients = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 
     def program(transport: simulated.SimulatedTransport) -> int:

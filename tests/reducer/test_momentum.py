@@ -37,10 +37,10 @@ def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_ap
         velocity = {name: a.copy() for name, a in mine.items()}
         reducer.reduce(mine)
         if masking and algorithm != "dense":
-            if algorithm != "double" or transport.rank or P == 1:  # of several ranks the first owns all
+            if algorithm != "double" or transport.rank or P == 1:  # with several ranks, rank 0 owns all entries
                 velocity["x"][reference.topk(velocity["x"], 20)[0]] = 0
             velocity["x"][mine["x"] != 0] = 0
-        same(reducer.state_dict()["velocities"], velocity)  # "small" is summed whole, so its velocity continues
+        same(reducer.state_dict()["velocities"], velocity)  # "small" is summed densely, so its velocity is not masked
 
     run(P, program)
 
@@ -50,7 +50,7 @@ def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_ap
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e25])
 @pytest.mark.parametrize("clip", [0.5, 50.0])
 def test_clipping(P: int, op: str, size: float, clip: float) -> None:
-    """The norm is of all tensors; also where its square is beyond float32."""
+    """The norm covers all tensors, even if its square overflows float32."""
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         mine = {name: np.asarray(size * a, np.float32) for name, a in gradients(transport.rank).items()}

@@ -1,4 +1,4 @@
-"""Failures on one rank in the middle of a step with nodes. Nothing is lost, no rank waits, and the next step works."""
+"""Failures on one rank during a step with nodes: nothing is lost, no rank hangs, and the next step works."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Failure:
 
 
 def votes(transport: SimulatedTransport, failure: Failure) -> None:
-    """Vote, as transports do that survive dead ranks, so a call counts on all ranks or on none."""
+    """Vote like a transport that survives dead ranks: a call is applied on all ranks or on none."""
     others, vote = [rank for rank in range(transport.size) if rank != transport.rank], np.zeros(1, np.uint8)
     mine = failure._rank is getcurrent()
     failure._rank = None if mine else failure._rank
@@ -78,17 +78,17 @@ def votes(transport: SimulatedTransport, failure: Failure) -> None:
 
 def whole(state: Any) -> Arrays:
     """Return a rank's residuals plus unsummed gradients, in the shapes of the tensors."""
-    found = {}
+    sums = {}
     for name, shape in SHAPES.items():
         flat, residual = np.zeros(shape).reshape(-1), state["residuals"][name].reshape(-1)
         begin, end = (0, flat.size) if state["slices"] is None else state["slices"][name]["part"]
         flat[begin:end] = residual
-        found[name] = flat.reshape(shape) + (state["unsummed"][name][0] if name in state["unsummed"] else 0)
-    return found
+        sums[name] = flat.reshape(shape) + (state["unsummed"][name][0] if name in state["unsummed"] else 0)
+    return sums
 
 
 def steps(options: dict[str, Any], victim: int, failure: Failure) -> list[Any]:
-    """Make three steps. The second one fails. Return for each rank what it raised, pushed, applied and kept."""
+    """Make three steps, of which the second fails. Return each rank's errors, gradients, sums and residuals."""
 
     def program(transport: SimulatedTransport) -> Any:
         settings = {"op": "sum", "bucket_bytes": 100, "dense_below": 10} | options
@@ -107,7 +107,7 @@ def steps(options: dict[str, Any], victim: int, failure: Failure) -> list[Any]:
                     reducer.wait()
                 except (sc.SparseCommError, PlannedError) as error:
                     raised.append((step, error))
-            if reducer.step == step:  # memory was out for the end of the step, too
+            if reducer.step == step:  # out of memory at the end of the step, too
                 with contextlib.suppress(sc.SparseCommError, PlannedError):
                     reducer.wait()
             assert reducer.step == step + 1
@@ -136,25 +136,25 @@ def steps(options: dict[str, Any], victim: int, failure: Failure) -> list[Any]:
     ids=str,
 )
 def test_a_failure_anywhere_loses_nothing(options: dict[str, Any], memory: bool) -> None:
-    at, found = 0, 0
+    at, failed_on_all = 0, 0
     while True:
         failure, victim = Failure(at, memory), at // 5 % 4
         results = steps(options, victim, failure)
         if not failure.where:
             break
-        raised, pushed, applied, kept = zip(*results, strict=True)
-        assert all(step == 1 for each in raised for step, _ in each), failure.where
-        same(total([*kept, *applied[victim - 1]]), total(gradient for each in pushed for gradient in each))
-        seen = {str([bits(outs) for outs in each]) for each in applied}
+        raised, pushed, applied, waiting = zip(*results, strict=True)
+        assert all(step == 1 for errors in raised for step, _ in errors), failure.where
+        same(total([*waiting, *applied[victim - 1]]), total(gradient for gradients in pushed for gradient in gradients))
+        seen = {str([bits(outs) for outs in outputs]) for outputs in applied}
         assert len(seen) == 1 or (memory and len(seen) == 2), failure.where  # no memory to write its results
-        found += all(raised)
+        failed_on_all += all(raised)
         at += 5
-    assert found > 5
+    assert failed_on_all > 5
 
 
 @pytest.mark.parametrize("algorithm", ["split", "allgather", "double"])
 def test_a_mean_may_be_too_small_for_the_dtype(algorithm: str) -> None:
-    """The smallest float32 of one rank, divided by 4, is zero."""
+    """One rank has the smallest float32, which becomes zero when divided by 4."""
 
     def program(transport: SimulatedTransport) -> None:
         x, tiny = np.zeros(64, np.float32), np.float32(1e-45)
@@ -168,7 +168,7 @@ def test_a_mean_may_be_too_small_for_the_dtype(algorithm: str) -> None:
 
 
 def test_a_step_that_is_abandoned_makes_each_call_with_its_gradients() -> None:
-    """If all tensors were pushed, `rebuild` ends the step as `wait` does: momentum counts it once."""
+    """If all tensors were pushed, `rebuild` ends the step like `wait`, and momentum counts it once."""
 
     def program(transport: SimulatedTransport, abandons: bool) -> Any:
         reducer = sc.Reducer(gradients(0, SHAPES), 0.2, comm=transport, momentum=0.5, algorithm="split")
@@ -182,8 +182,8 @@ def test_a_step_that_is_abandoned_makes_each_call_with_its_gradients() -> None:
         state = reducer.state_dict()
         return state["step"], bits(state["residuals"]), bits(state["velocities"]), state["unsummed"]
 
-    found = [simulated.run(4, lambda t, a=a: program(t, a), node_of_rank=NODES) for a in (False, True)]
-    assert [each.value for each in found[0]] == [each.value for each in found[1]]
+    results = [simulated.run(4, lambda t, a=a: program(t, a), node_of_rank=NODES) for a in (False, True)]
+    assert [result.value for result in results[0]] == [result.value for result in results[1]]
 
 
 def test_a_state_of_other_nodes_is_added_once_although_memory_runs_out() -> None:
@@ -211,7 +211,7 @@ def test_a_state_of_other_nodes_is_added_once_although_memory_runs_out() -> None
         return [result[:3] for result in results], results[0][3]
 
     at, (right, _) = 0, on_ranks(-1)
-    while (found := on_ranks(at))[1]:
-        assert found[0] == right, at
+    while (outcome := on_ranks(at))[1]:
+        assert outcome[0] == right, at
         at += 1
     assert at > 4

@@ -1,4 +1,4 @@
-"""Sums with nodes: each slice has the result of a `Reducer` with one rank per node, which pushes the node's sums."""
+"""Sums with nodes: each slice equals the result of a `Reducer` with one rank per node that pushes the node's sums."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def nodes_of(layout: tuple[int, int]) -> list[int]:
     return [node for node in range(num_nodes) for _ in range(per_node)]
 
 
-def given_to(rank: int, step: int, absent: dict[str, list[int]], shapes: dict[str, tuple[int, ...]]) -> Arrays:
-    """Whole numbers, whose sums are exact."""
-    found = {}
+def gradients_on(rank: int, step: int, absent: dict[str, list[int]], shapes: dict[str, tuple[int, ...]]) -> Arrays:
+    """Return gradients of integers, whose sums are exact."""
+    arrays = {}
     for i, (name, shape) in enumerate(shapes.items()):
         if rank not in absent.get(name, []):
-            found[name] = data.integers(int(np.prod(shape)), "float32", 1000 * step + 10 * rank + i, 8).reshape(shape)
-    return found
+            arrays[name] = data.integers(int(np.prod(shape)), "float32", 1000 * step + 10 * rank + i, 8).reshape(shape)
+    return arrays
 
 
 def dense_of(step: sc.Step, shapes: dict[str, tuple[int, ...]]) -> Arrays:
-    """The sums that were not written, as dense arrays; zeros for tensors without a gradient."""
+    """Return the sums without an output as dense arrays, with zeros for tensors without a gradient."""
     sums = step.sums_without_out
     return {n: sums[n].to_dense() if n in sums else np.zeros(s, np.float32) for n, s in shapes.items()}
 
@@ -53,16 +53,16 @@ def stepped(reducer: sc.Reducer, gradients: Arrays, shapes: dict[str, tuple[int,
 
 def in_whole(reducer: sc.Reducer, kind: str) -> Arrays:
     """Return this rank's residuals or velocities as whole tensors, zero outside its slice, plus its `unsummed`."""
-    state, found = reducer.state_dict(), {}
+    state, arrays = reducer.state_dict(), {}
     for name, array in state[kind].items():
         slices = state["slices"]
         shape = array.shape if slices is None else slices[name]["shape"]
         begin, end = (0, array.size) if slices is None else slices[name]["part"]
-        found[name] = np.zeros(shape, array.dtype)
-        found[name].reshape(-1)[begin:end] += array.reshape(-1)
+        arrays[name] = np.zeros(shape, array.dtype)
+        arrays[name].reshape(-1)[begin:end] += array.reshape(-1)
         for unsummed in state["unsummed"].get(name, [])[kind == "velocities" :][:1]:
-            found[name] += unsummed
-    return found
+            arrays[name] += unsummed
+    return arrays
 
 
 OPTIONS = {
@@ -81,7 +81,7 @@ OPTIONS = {
 
 @every_layout
 def test_results_are_those_of_one_rank_per_node(layout: tuple[int, int]) -> None:
-    """The oracle: for each slice, a reducer with one rank per node, which pushes the node's sums."""
+    """The oracle of each slice is a reducer with one rank per node that pushes the node's sums."""
     (N, m), P = layout, layout[0] * layout[1]
 
     @CHECK
@@ -92,7 +92,7 @@ def test_results_are_those_of_one_rank_per_node(layout: tuple[int, int]) -> None
         if options["algorithm"] in ("double", "dense", "tree", "butterfly") and options["op"] != "sum":
             options["op"] = "mean"
         if options["scope"] == "chunk":
-            # The result of other algorithms may have as many entries as ranks select in the slice with most chunks.
+            # Other algorithms may return as many entries as the slice with the most chunks selects.
             options |= {"chunk": 64, "bucket_bytes": 1 << 20, "algorithm": "allgather"}
         rng, steps = random.Random(seed), []
         for _ in range(3):
@@ -105,21 +105,21 @@ def test_results_are_those_of_one_rank_per_node(layout: tuple[int, int]) -> None
 
         def program(transport: simulated.SimulatedTransport) -> list[Any]:
             zeros = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-            reducer, found = sc.Reducer(zeros, comm=transport, **options), []
+            reducer, history = sc.Reducer(zeros, comm=transport, **options), []
             for step, absent in enumerate(steps):
-                result = stepped(reducer, given_to(transport.rank, step, absent, SHAPES), SHAPES)
-                found.append((result, in_whole(reducer, "residuals"), in_whole(reducer, "velocities")))
-            return found
+                result = stepped(reducer, gradients_on(transport.rank, step, absent, SHAPES), SHAPES)
+                history.append((result, in_whole(reducer, "residuals"), in_whole(reducer, "velocities")))
+            return history
 
-        ours = run(P, program, nodes_of(layout))
-        assert all(bits(its[step][0]) == bits(ours[0][step][0]) for its in ours for step in range(3))
+        on_nodes = run(P, program, nodes_of(layout))
+        assert all(bits(own[step][0]) == bits(on_nodes[0][step][0]) for own in on_nodes for step in range(3))
         length, order, offsets = 2400 // m, list(reversed(SHAPES)), {}
         at = 0
         for name in order:
             offsets[name] = at
             at += int(np.prod(SHAPES[name]))
         for position in range(m):
-            parts = {}  # of tensors in this slice
+            parts = {}  # tensors' parts in this slice
             for name, begin in offsets.items():
                 low, high = (
                     min(max(x, begin), begin + int(np.prod(SHAPES[name])))
@@ -130,32 +130,32 @@ def test_results_are_those_of_one_rank_per_node(layout: tuple[int, int]) -> None
 
             def oracle(transport: simulated.SimulatedTransport, parts: dict[str, slice] = parts) -> list[Any]:
                 zeros = {n: np.zeros(parts[n].stop - parts[n].start, np.float32) for n in SHAPES if n in parts}
-                reducer, found = sc.Reducer(zeros, comm=transport, **options), []
+                reducer, history = sc.Reducer(zeros, comm=transport, **options), []
                 shapes = {name: array.shape for name, array in zeros.items()}
                 for step, absent in enumerate(steps):
-                    members = [given_to(transport.rank * m + i, step, absent, SHAPES) for i in range(m)]
+                    members = [gradients_on(transport.rank * m + i, step, absent, SHAPES) for i in range(m)]
                     sums: Arrays = {}
                     for gradients in members:
                         for name, gradient in gradients.items():
                             if name in parts:
                                 sums[name] = sums.get(name, 0) + gradient.reshape(-1)[parts[name]]
                     result = stepped(reducer, sums, shapes)
-                    found.append((result, in_whole(reducer, "residuals"), in_whole(reducer, "velocities")))
-                return found
+                    history.append((result, in_whole(reducer, "residuals"), in_whole(reducer, "velocities")))
+                return history
 
-            theirs = run(N, oracle)
-            # A mean divides by all ranks, and a node counts as one contributor that has m times the mean.
+            alone = run(N, oracle)
+            # A mean divides by the number of ranks, so a node counts as one contributor with m times the mean.
             divisor = m if options["op"] != "sum" else 1
             for step in range(3):
                 for name, part in parts.items():
-                    expected = (theirs[0][step][0][name] / np.float32(divisor)).astype(np.float32)
-                    got = ours[0][step][0][name].reshape(-1)[part]
+                    expected = (alone[0][step][0][name] / np.float32(divisor)).astype(np.float32)
+                    got = on_nodes[0][step][0][name].reshape(-1)[part]
                     np.testing.assert_allclose(got, expected, rtol=1e-6 if m == 3 or N == 3 else 0, err_msg=name)
                     for node in range(N):
                         for kind in (1, 2):
-                            if name in theirs[node][step][kind]:
-                                kept = ours[node * m + position][step][kind][name].reshape(-1)[part]
-                                np.testing.assert_array_equal(kept, theirs[node][step][kind][name], err_msg=name)
+                            if name in alone[node][step][kind]:
+                                values = on_nodes[node * m + position][step][kind][name].reshape(-1)[part]
+                                np.testing.assert_array_equal(values, alone[node][step][kind][name], err_msg=name)
 
     check()
 
@@ -163,7 +163,7 @@ def test_results_are_those_of_one_rank_per_node(layout: tuple[int, int]) -> None
 @every_layout
 @pytest.mark.parametrize("options", [{}, {"scope": "tensor", "decay": 1.0}, {"clip": 1e9, "wire": "packed"}], ids=str)
 def test_nothing_is_lost_if_sizes_do_not_divide(layout: tuple[int, int], options: dict[str, Any]) -> None:
-    """Also in buckets that are too small for slices, and with several calls in flight."""
+    """Some buckets are too small for slices, and several calls are in flight."""
     absent, steps = {"a": [0], "c": [1, 2]}, range(3)
 
     def program(transport: simulated.SimulatedTransport) -> tuple[list[Arrays], Arrays]:
@@ -171,14 +171,14 @@ def test_nothing_is_lost_if_sizes_do_not_divide(layout: tuple[int, int], options
         reducer = sc.Reducer(
             zeros, 0.1, comm=transport, **{"op": "sum", "bucket_bytes": 1500, "dense_below": 0} | options
         )
-        sums = [stepped(reducer, given_to(transport.rank, step, absent, UNEVEN), UNEVEN) for step in steps]
+        sums = [stepped(reducer, gradients_on(transport.rank, step, absent, UNEVEN), UNEVEN) for step in steps]
         return sums, in_whole(reducer, "residuals")
 
-    found = run(layout[0] * layout[1], program, nodes_of(layout))
-    assert all([*map(bits, sums)] == [*map(bits, found[0][0])] for sums, _ in found)
+    results = run(layout[0] * layout[1], program, nodes_of(layout))
+    assert all([*map(bits, sums)] == [*map(bits, results[0][0])] for sums, _ in results)
     zeros = {name: np.zeros(shape) for name, shape in UNEVEN.items()}
-    pushed = [zeros | given_to(rank, step, absent, UNEVEN) for rank in range(len(found)) for step in steps]
-    after, before = total([*found[0][0], *(kept for _, kept in found)]), total(pushed)
+    pushed = [zeros | gradients_on(rank, step, absent, UNEVEN) for rank in range(len(results)) for step in steps]
+    after, before = total([*results[0][0], *(waiting for _, waiting in results)]), total(pushed)
     for name in UNEVEN:
         np.testing.assert_allclose(after[name], before[name], atol=1e-4, err_msg=name)
 
@@ -188,7 +188,7 @@ def test_a_node_sends_what_a_rank_alone_sends(layout: tuple[int, int]) -> None:
     shapes, (num_nodes, per_node) = {"w": (300_000,)}, layout
 
     def sent(nodes: list[int]) -> float:
-        """Bytes per node and step that leave it."""
+        """Return the bytes that leave a node per step."""
         left = [0]
 
         def program(transport: simulated.SimulatedTransport) -> None:
@@ -260,7 +260,7 @@ def test_options_that_exclude_nodes() -> None:
 @pytest.mark.parametrize("density", [1.0, 0.25])
 @pytest.mark.parametrize("options", [{}, {"outer": sc.NesterovSGD}, {"fragment_sync_delay": 1}], ids=str)
 def test_workers_of_local_steps_may_be_nodes(options: dict[str, Any], density: float) -> None:
-    """If the ranks of a node train alike, as with dense sums inside, dense rounds equal those of one rank per node."""
+    """If the ranks of a node train alike, dense rounds equal those with one rank per node."""
 
     def program(transport: simulated.SimulatedTransport, per_node: int) -> tuple[Arrays, Arrays]:
         parameters = {"a": np.ones((40, 64), np.float32), "b": np.full(512, 2, np.float32)}
@@ -274,10 +274,10 @@ def test_workers_of_local_steps_may_be_nodes(options: dict[str, Any], density: f
         local.finish(parameters)
         return {name: array.copy() for name, array in local.global_parameters().items()}, parameters
 
-    ours = run(4, lambda transport: program(transport, 2), [0, 0, 1, 1])
-    assert all([*map(bits, its)] == [*map(bits, ours[0])] for its in ours)
+    all_outputs = run(4, lambda transport: program(transport, 2), [0, 0, 1, 1])
+    assert all([*map(bits, outputs)] == [*map(bits, all_outputs[0])] for outputs in all_outputs)
     if density == 1.0:
-        assert [*map(bits, ours[0])] == [*map(bits, run(2, lambda transport: program(transport, 1), [0, 1])[0])]
+        assert [*map(bits, all_outputs[0])] == [*map(bits, run(2, lambda transport: program(transport, 1), [0, 1])[0])]
 
 
 @every_layout
@@ -286,13 +286,13 @@ def test_explain_says_what_a_reducer_chooses(layout: tuple[int, int], density: f
     n, options = 48_000, {"algorithm": "fastest", "wire": "auto"}
 
     def program(transport: simulated.SimulatedTransport) -> tuple[Any, ...]:
-        found = sc.explain(n, density, comm=transport, nodes="auto", **options)
+        explanation = sc.explain(n, density, comm=transport, nodes="auto", **options)
         reducer = sc.Reducer({"w": np.zeros(n, np.float32)}, density, comm=transport, **options)
         reducer.reduce({"w": np.ones(n, np.float32)})
         plan = reducer.buckets[0].last_plan
         assert plan is not None
-        assert f"on {layout[0]} nodes, for each of {layout[1]} slices, whose calls share the link" in str(found)
-        return found.candidates[0], plan.choice
+        assert f"on {layout[0]} nodes, for each of {layout[1]} slices, whose calls share the link" in str(explanation)
+        return explanation.candidates[0], plan.choice
 
     network = {"alpha": 1e-4, "beta": 8e-9, "node_alpha": 1e-6, "node_beta": 1e-10}
     for expected, chosen in run(layout[0] * layout[1], program, nodes_of(layout), **network):

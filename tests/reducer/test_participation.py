@@ -1,4 +1,4 @@
-"""A tensor takes part in a step where a rank has a gradient for it: nothing else of it changes, and all ranks know."""
+"""Tensors take part in a step if any rank has a gradient. The others do not change, and all ranks know which."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENT = {name for name, shape in SHAPES.items() if np.prod(shape)}
 
 
 class OddCall(SumCall):
-    """A call to which one rank, or none, contributes incompletely."""
+    """A call with an incomplete contribution from one rank, or from none."""
 
     incomplete = False
 
@@ -45,7 +45,7 @@ class OddCall(SumCall):
 @pytest.mark.parametrize("P", range(1, 10))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_ranks_learn_that_one_contribution_is_incomplete(P: int, algorithm: str) -> None:
-    """Whichever it is, on any number of nodes, with few owners of ranges and many, sent to all at once or handed on."""
+    """This holds for every rank, number of nodes and owners, and for algorithms that send directly or forward."""
     far, n = measured(Link(1e-6, 1e-9, 1e-4), Link(1e-6, 1e-9, 1e-4)), 600
 
     def program(transport: simulated.SimulatedTransport, k: int, costs: KnownCosts | None) -> None:
@@ -54,7 +54,7 @@ def test_all_ranks_learn_that_one_contribution_is_incomplete(P: int, algorithm: 
         settings = SumSettings(algorithm=algorithm, wire="packed")
         plan = Plan(transport, backend, settings, dtype=FLOAT32, shape=(n,), size=n, k=k, costs=costs)
         for odd in (None, *range(P)):
-            x = data.integers(n, "float32", transport.rank) * (transport.rank != 1)  # one has no entries
+            x = data.integers(n, "float32", transport.rank) * (transport.rank != 1)  # rank 1 has no entries
             call = OddCall(plan, Contribution(backend, tensor(x, "x"), None, (n,), n))
             call.incomplete = transport.rank == odd
             queue.call(call)
@@ -65,7 +65,7 @@ def test_all_ranks_learn_that_one_contribution_is_incomplete(P: int, algorithm: 
 
 
 def lacking(reducer: sc.Reducer, mine: Arrays, absent: str) -> sc.Step:
-    """A step in which this rank has no gradients of these names."""
+    """Make a step in which this rank lacks the gradients of ``names``."""
     return reducer.reduce({name: None if name in absent else gradient for name, gradient in mine.items()})
 
 
@@ -73,7 +73,7 @@ def lacking(reducer: sc.Reducer, mine: Arrays, absent: str) -> sc.Step:
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_step_that_is_not_finite_changes_nothing_of_what_has_no_gradient(P: int, scope: str, momentum: float) -> None:
-    """All ranks see it, whatever lies in front of the tensor. Velocities of finite gradients continue."""
+    """All ranks notice, wherever the tensor is in its bucket. Velocities of finite gradients continue."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         options = {"scope": scope, "momentum": momentum, "skip_nonfinite": True, "algorithm": "split"}
@@ -94,15 +94,15 @@ def test_a_step_that_is_not_finite_changes_nothing_of_what_has_no_gradient(P: in
         same(residuals(reducer), total([before["residuals"], entered]))
         if momentum:
             dropped = absent + "c" * (transport.rank == P - 1)
-            kept = {name: before["velocities"][name] for name in dropped}
-            same(reducer.state_dict()["velocities"], velocities | kept)
+            unchanged = {name: before["velocities"][name] for name in dropped}
+            same(reducer.state_dict()["velocities"], velocities | unchanged)
 
     run(P, program)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_call_that_fails_changes_nothing_without_a_gradient(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it fails on one rank when the other waits for the names that it lacks."""
+    """The call fails on one rank while the other waits for the names that it lacks."""
     gathered = node_call.gather_words
 
     def fails(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
@@ -133,7 +133,7 @@ def test_a_call_that_fails_changes_nothing_without_a_gradient(whole: bool, monke
 
 
 def test_a_complete_step_sends_nothing_more_and_each_incomplete_call_one_small_message() -> None:
-    """Of more tensors than a word has bits."""
+    """There are more tensors than bits in a word."""
     tensors = {f"{i}": np.ones(3, np.float32) for i in range(70)} | {"large": np.ones(500, np.float32)}
 
     def program(transport: simulated.SimulatedTransport) -> None:
@@ -160,7 +160,7 @@ def test_a_complete_step_sends_nothing_more_and_each_incomplete_call_one_small_m
 def test_a_rank_without_a_gradient_gets_what_the_outputs_of_other_ranks_hold(
     algorithm: str, dtype: str, op: str, scope: str, narrow: bool
 ) -> None:
-    """Bit for bit, also where 16-bit outputs round to zero or infinity, and where outputs have the sums' dtype."""
+    """Equal bit for bit, even if 16-bit outputs round to zero or infinity."""
     if op == "mean_of_contributors" and algorithm != "auto" and sc.algorithms()[algorithm].cannot_count_contributors:
         pytest.skip("the library refuses it")
     out_dtype = data.DTYPES[dtype] if narrow or dtype == "float64" else np.float32
@@ -172,7 +172,7 @@ def test_a_rank_without_a_gradient_gets_what_the_outputs_of_other_ranks_hold(
             mine[name] = data.gradient("normal", n, dtype, transport.rank)
             with np.errstate(over="ignore"):
                 mine[name][: len(extremes)] = extremes.astype(data.DTYPES[dtype])
-        reducer, found = sc.Reducer(mine, 1.0, comm=transport, algorithm=algorithm, op=op, scope=scope), []
+        reducer, outputs = sc.Reducer(mine, 1.0, comm=transport, algorithm=algorithm, op=op, scope=scope), []
         for step in range(2):
             outs = {name: np.full(array.shape, 7, out_dtype) for name, array in mine.items()}
             absent = {"y"} if transport.rank == step else {"x", "y"} if transport.rank == 2 else set()
@@ -181,13 +181,13 @@ def test_a_rank_without_a_gradient_gets_what_the_outputs_of_other_ranks_hold(
             left = reducer.wait().sums_without_out
             assert left.keys() == absent
             for name in absent:
-                whole = left[name].to_dense()
+                dense = left[name].to_dense()
                 with np.errstate(over="ignore"):
-                    assert whole.astype(out_dtype).astype(whole.dtype).tobytes() == whole.tobytes()
+                    assert dense.astype(out_dtype).astype(dense.dtype).tobytes() == dense.tobytes()
                 left[name].to_dense(outs[name])
-                assert left[name].nnz == np.count_nonzero(whole)
-            found += [out.tobytes() for out in outs.values()]
-        return found
+                assert left[name].nnz == np.count_nonzero(dense)
+            outputs += [out.tobytes() for out in outs.values()]
+        return outputs
 
     first, *others = run(3, program)
-    assert all(found == first for found in others)
+    assert all(outputs == first for outputs in others)

@@ -1,4 +1,4 @@
-"""Reducers that go on with other ranks: some are gone, some are new."""
+"""`rebuild` of reducers with lost and new ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
 def step(reducer: sc.Reducer, seed: int) -> Arrays:
-    """Make a step that pushes the gradients of a seed in an order of its own; return the sums."""
+    """Make a step that pushes gradients in an order that depends on the seed; return the sums."""
     mine = gradients(seed)
     for name in sorted(mine, key=lambda name: np.prod(SHAPES[name])):
         reducer.push(name, mine[name])
@@ -26,7 +26,7 @@ def step(reducer: sc.Reducer, seed: int) -> Arrays:
 
 
 def trained(P: int, steps: int, **options: Any) -> list[sc.Reducer]:
-    """The reducers of P ranks after some steps."""
+    """Return the reducers of P ranks after some steps."""
 
     def program(transport: simulated.SimulatedTransport) -> sc.Reducer:
         reducer = reducer_of(transport, **options)
@@ -72,7 +72,7 @@ def test_a_new_rank_gets_step_and_buckets_and_begins_with_zeros() -> None:
     before = total(residuals(reducer) for reducer in reducers)
 
     def program(transport: simulated.SimulatedTransport) -> tuple[sc.Reducer, sc.Rebuilt, Arrays]:
-        new = transport.rank == 1  # also if it is not the last
+        new = transport.rank == 1  # a new rank need not be the last
         reducer = reducer_of(transport, bucket_bytes=10**6) if new else reducers[transport.rank - (transport.rank > 1)]
         rebuilt = reducer.rebuild(transport, joining=new)
         if new:
@@ -91,7 +91,7 @@ def test_a_new_rank_gets_step_and_buckets_and_begins_with_zeros() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"clip": 1e9}, {"skip_nonfinite": True}])
 def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[str, Any]) -> None:
-    """One rank had ended its step, one had pushed a part of it, and the third had not begun it."""
+    """One rank has finished the step, one has pushed a part of it, and the third has not begun."""
     reducers = trained(4, 2, **options)
     reducers[0]._open.number += 1
     before = [residuals(reducer) for reducer in reducers]
@@ -104,7 +104,7 @@ def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[
         return reducers[transport.rank].rebuild(transport)
 
     results = run(3, program)
-    assert {(found.step, found.steps_apart, found.ranks_lost) for found in results} == {(3, 1, (3,))}
+    assert {(result.step, result.steps_apart, result.ranks_lost) for result in results} == {(3, 1, (3,))}
     for rank in (0, 2):
         assert bits(residuals(reducers[rank])) == bits(before[rank])
     partly = {name: pushed[name] if name in ("a", "b") else np.zeros(SHAPES[name], np.float32) for name in SHAPES}

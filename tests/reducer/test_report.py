@@ -1,4 +1,4 @@
-"""What reports say beside the counters: what was chosen and why, and the traffic with each peer."""
+"""Reports: the chosen settings with reasons, and the traffic with each peer."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ def test_what_a_reducer_takes_and_why(options: dict[str, Any], nodes: list[int],
     def program(transport: simulated.SimulatedTransport) -> dict[str, str]:
         reducer = reducer_of(transport, **({"bucket_bytes": None} | options))
         assert "algorithm" not in lines_of(reducer.report())
-        for step in range(2):  # after the first one buckets are filled anew
+        for step in range(2):  # buckets are reordered after the first step
             reducer.reduce(gradients(10 * step + transport.rank))
         return lines_of(reducer.report())
 
     results = simulated.run(4, program, node_of_rank=nodes, **NETWORK)
-    for found in (result.value for result in results):
-        assert found.get("by costs") == costs
-        assert " with " in found["algorithm"]
+    for report in (result.value for result in results):
+        assert report.get("by costs") == costs
+        assert " with " in report["algorithm"]
         if "wire" in options:
-            assert found["algorithm"].startswith("tree with plain")
+            assert report["algorithm"].startswith("tree with plain")
         if costs is not None:
-            assert found["predicted"]
+            assert report["predicted"]
 
 
 def test_set_up_is_apart_from_training() -> None:
-    """Both together are all that the transport has sent; and a reset, or other sums, do not mix them."""
+    """Set-up plus training is all traffic of the transport. Resets and other calls do not mix them."""
     fields = "bytes_sent", "bytes_received", "setup_sent", "setup_received"
 
     def program(transport: simulated.SimulatedTransport) -> list[dict[str, int]]:
         def counted(counters: Any, *names: str) -> dict[str, int]:
             return {name: getattr(counters, name) for name in names}
 
-        reducer, found = reducer_of(transport, algorithm="fastest", bucket_bytes=None), []
+        reducer, counts = reducer_of(transport, algorithm="fastest", bucket_bytes=None), []
         for step in range(3):
             reducer.reduce(gradients(10 * step + transport.rank))
-            found += [counted(reducer.counters, *fields), counted(transport.counters, *fields[:2])]
+            counts += [counted(reducer.counters, *fields), counted(transport.counters, *fields[:2])]
         sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=transport, algorithm="tree")
         reducer.counters.reset()
         sc.check_weights({"a": np.zeros(9)}, comm=transport)
@@ -78,14 +78,14 @@ def test_set_up_is_apart_from_training() -> None:
         assert reducer.counters.bytes_sent == transport.counters.bytes_sent - before
         assert 0 < reducer.counters.setup_sent < 1000
         assert lines_of(reducer.report())["set-up"].startswith(f"{bytes_text(reducer.counters.setup_sent)} sent")
-        return found
+        return counts
 
-    for found in run(4, program, **NETWORK):
-        for mine, total in zip(found[::2], found[1::2], strict=True):
+    for counts in run(4, program, **NETWORK):
+        for mine, total in zip(counts[::2], counts[1::2], strict=True):
             assert mine["bytes_sent"] + mine["setup_sent"] == total["bytes_sent"]
             assert mine["bytes_received"] + mine["setup_received"] == total["bytes_received"]
-        assert found[4]["setup_sent"] == found[2]["setup_sent"]  # nothing is agreed on any more
-        assert found[0]["setup_sent"] > 5000  # links were measured
+        assert counts[4]["setup_sent"] == counts[2]["setup_sent"]  # no further set-up
+        assert counts[0]["setup_sent"] > 5000  # includes the measurement of links
 
 
 def test_what_local_steps_take_is_what_explain_says() -> None:
@@ -107,32 +107,32 @@ def test_what_local_steps_take_is_what_explain_says() -> None:
         )  # once, not for each fragment
         return f"{best.algorithm.name} with packed_int2 (2 buckets)", report
 
-    for best, found in run(4, program, **NETWORK):
-        assert found["this rank, per round"] == "mean of 2 rounds"
-        assert found["algorithm"] == best
-        assert found["by costs"] == MEASURED
+    for best, report in run(4, program, **NETWORK):
+        assert report["this rank, per round"] == "mean of 2 rounds"
+        assert report["algorithm"] == best
+        assert report["by costs"] == MEASURED
 
 
 @pytest.mark.parametrize(("P", "knows"), [(2, True), (2, False), (40, True)])
 def test_traffic_with_peers(P: int, knows: bool) -> None:
-    """Of many peers the slowest are shown; of a transport that does not know its peers, none."""
+    """The report shows the slowest peers, and none if the transport does not know its peers."""
 
     def program(transport: simulated.SimulatedTransport) -> str:
         others = [rank for rank in range(P) if rank != transport.rank and knows]
-        told = [PeerTraffic(rank, 1000 * rank, 7, 0.5 if rank else 0.0, 0.08, rank, 1) for rank in others]
-        transport.peers = lambda: told  # type: ignore[method-assign]
+        traffic = [PeerTraffic(rank, 1000 * rank, 7, 0.5 if rank else 0.0, 0.08, rank, 1) for rank in others]
+        transport.peers = lambda: traffic  # type: ignore[method-assign]
         reducer = reducer_of(transport)
         reducer.reduce(gradients(transport.rank))
         return reducer.report()
 
     for rank, report in enumerate(run(P, program)):
-        found = lines_of(report)
-        shown = [int(name.removeprefix("rank ")) for name in found if name.startswith("rank ")]
+        lines = lines_of(report)
+        shown = [int(name.removeprefix("rank ")) for name in lines if name.startswith("rank ")]
         assert shown == [other for other in range(P) if other != rank and knows][:16]
         assert ("peer" in report) == knows
         assert ("the slowest 16 of 39 peers" in report) == (P == 40)
         for other in shown:
-            sent, _, received, unit, *rest = found[f"rank {other}"].split()
+            sent, _, received, unit, *rest = lines[f"rank {other}"].split()
             assert f"{sent} B" == bytes_text(1000 * other) or f"{sent} kB" == bytes_text(1000 * other)
             assert (received, unit) == ("7", "B")
             rate = ["-"] if other == 0 else [f"{16 * other}", "kb/s"]

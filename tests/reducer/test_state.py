@@ -49,7 +49,7 @@ def test_a_run_that_resumes_from_a_state_is_bit_identical(layout: str) -> None:
             def made() -> sc.Reducer:
                 return reducer_of(transport, tensors=gradients(0, dtypes=dtypes), **options)
 
-            reducer, found = made(), []
+            reducer, history = made(), []
             for step in range(6):
                 if step == stop:
                     state = copy.deepcopy(reducer.state_dict())
@@ -64,11 +64,11 @@ def test_a_run_that_resumes_from_a_state_is_bit_identical(layout: str) -> None:
                 for name in sorted(mine, reverse=bool(seed % 2)):
                     reducer.push(name, mine[name])
                 done = reducer.wait()
-                found.append((done.number, done.density, done.usable, bits(mine), reducer.groups))
-            return found, bits(residuals(reducer)), bits(reducer.state_dict()["velocities"])
+                history.append((done.number, done.density, done.usable, bits(mine), reducer.groups))
+            return history, bits(residuals(reducer)), bits(reducer.state_dict()["velocities"])
 
         stopped, others = (
-            run(len(layout), partial(program, stops=each), nodes=[*map(int, layout)]) for each in (True, False)
+            run(len(layout), partial(program, stops=resumes), nodes=[*map(int, layout)]) for resumes in (True, False)
         )
         assert stopped == others
 
@@ -77,7 +77,7 @@ def test_a_run_that_resumes_from_a_state_is_bit_identical(layout: str) -> None:
 
 @pytest.mark.parametrize("load", [True, False])
 def test_measured_links_are_in_the_state(load: bool) -> None:
-    """A run that resumes chooses as before even if its links have changed, unless "costs" is ``None`` in its state."""
+    """A resumed run chooses as before even if its links have changed, unless "costs" is ``None`` in the state."""
 
     def program(transport: simulated.SimulatedTransport, state: dict[str, Any] | None) -> Any:
         reducer = reducer_of(transport, algorithm="fastest")
@@ -91,10 +91,10 @@ def test_measured_links_are_in_the_state(load: bool) -> None:
 
     P = 3
     before = simulated.run(P, lambda transport: program(transport, None), alpha=1e-4, beta=1e-9)
-    assert {measured(each.value) for each in before} == {1e-4}
-    states = [each.value for each in before]
+    assert {measured(result.value) for result in before} == {1e-4}
+    states = [result.value for result in before]
     after = simulated.run(P, lambda transport: program(transport, states[transport.rank]), alpha=1e-2, beta=1e-9)
-    assert {measured(each.value) for each in after} == {1e-4 if load else 1e-2}
+    assert {measured(result.value) for result in after} == {1e-4 if load else 1e-2}
     assert sc.reshard(states, 0, 2)["costs"] is None
 
 
@@ -102,7 +102,7 @@ def test_scale_and_discard_change_residuals_and_velocities() -> None:
     """An unknown name changes nothing."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        for names, kept in ((["a", "c"], "bdef"), ("f", "bde"), (None, "")):
+        for names, remaining in ((["a", "c"], "bdef"), ("f", "bde"), (None, "")):
             reducer = reducer_of(transport, algorithm="double", momentum=0.5, masking=False)
             reducer.reduce(gradients(transport.rank))
             before = reducer.state_dict()
@@ -114,7 +114,7 @@ def test_scale_and_discard_change_residuals_and_velocities() -> None:
             reducer.discard(names)
             after = reducer.state_dict()
             for kind in ("residuals", "velocities"):
-                same(after[kind], {name: 0.5 * array * (name in kept) for name, array in before[kind].items()})
+                same(after[kind], {name: 0.5 * array * (name in remaining) for name, array in before[kind].items()})
             reducer.reduce(gradients(5))
 
     run(3, program)
@@ -123,7 +123,7 @@ def test_scale_and_discard_change_residuals_and_velocities() -> None:
 @pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize("algorithm", ["split", "dense", "allgather"])
 def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # counts no messages that measure links
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # excludes messages that measure links
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         logged: list[tuple[int, dict[str, float]]] = []
@@ -139,9 +139,8 @@ def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.Monkey
             assert all(name.startswith("sparsecomm/") for name in numbers)
             assert all(isinstance(value, (int, float)) for value in numbers.values())
             if algorithm != "dense":
-                small = [
-                    mine[name].size - np.count_nonzero(mine[name]) for name in ("b", "e")
-                ]  # sent dense, with zeros
+                # Dense sums have zeros.
+                small = [mine[name].size - np.count_nonzero(mine[name]) for name in ("b", "e")]
                 assert numbers["sparsecomm/applied"] - applied_now in (0, sum(small))
             assert numbers["sparsecomm/density"] == numbers["sparsecomm/applied"] / size
             applied += numbers["sparsecomm/applied"]
@@ -155,7 +154,7 @@ def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.Monkey
         assert counters.bytes_sent == sum(numbers["sparsecomm/bytes_sent"] for _, numbers in logged)
         assert counters.bytes_dense == pytest.approx(3 * 2 * (P - 1) / P * 4 * size, abs=counters.calls)
         if algorithm == "dense":
-            assert abs(counters.bytes_sent - counters.bytes_dense) < 256 * max(1, counters.messages_sent)  # of headers
+            assert abs(counters.bytes_sent - counters.bytes_dense) < 256 * max(1, counters.messages_sent)  # for headers
         report = reducer.report()
         assert "this rank, per step  mean of 3 steps" in report
         assert ("; sparse is " in report.partition("dense would send")[2]) == (P > 1)

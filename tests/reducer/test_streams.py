@@ -1,4 +1,4 @@
-"""A `Reducer` of tensors on a CUDA device: the same bits as on the CPU, from whichever streams its gradients come."""
+"""A `Reducer` on a CUDA device gives the same bits as on the CPU, whichever streams write the gradients."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STEPS = 4
 
 
 def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wander: bool) -> list[Any]:
-    """Return results, residuals and states of all ranks after some steps, on the device if there is one.
+    """Return all ranks' results, residuals and states of some steps, on ``cuda`` if it is not ``None``.
 
-    Each rank works on a stream of its own; if it is to ``wander``, each piece of work is on another one.
+    Each rank uses its own stream; with ``wander``, a new stream for each piece of work.
     """
 
     def program(transport: simulated.SimulatedTransport) -> Any:
@@ -42,7 +42,7 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
             elsewhere()
             return sc.Reducer(like, 0.05, comm=transport, bucket_bytes=1500, dense_below=10, **options)
 
-        reducer, found = made(), []
+        reducer, history = made(), []
         for step in range(STEPS):
             mine = gradients(10 * step + transport.rank, dtypes=DTYPES, normal=True)
             if step == 1 and transport.rank == 0 and options.get("skip_nonfinite"):
@@ -56,18 +56,18 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
             done = reducer.wait()
             if cuda and not wander:
                 cuda.synchronize()
-            found.append((done.usable, bits(mine)))  # the sums, which are there when `wait` returns
+            history.append((done.usable, bits(mine)))  # the sums are complete when `wait` returns
             left = {
                 name: (np.array(part.indices), np.array(part.values)) for name, part in done.sums_without_out.items()
             }
-            found.append({name: bits(dict(enumerate(part))) for name, part in left.items()})
+            history.append({name: bits(dict(enumerate(part))) for name, part in left.items()})
             elsewhere()
-            found.append({name: np.array(reducer.residual(name)).tobytes() for name in SHAPES})
+            history.append({name: np.array(reducer.residual(name)).tobytes() for name in SHAPES})
             elsewhere()
             reducer.scale(0.5)
             elsewhere()
             state = reducer.state_dict()
-            found += [bits(state["residuals"]), bits(state["velocities"])]
+            history += [bits(state["residuals"]), bits(state["velocities"])]
             if step == 2:
                 assert all(type(array) is np.ndarray for array in state["residuals"].values())
                 elsewhere()
@@ -75,7 +75,7 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
                 reducer = made()
                 elsewhere()
                 reducer.load_state_dict(state)
-        return found
+        return history
 
     return run(P, program, [rank // 2 for rank in range(P)] if P > 3 else None)
 
@@ -102,9 +102,9 @@ def test_the_same_bits_on_every_device(
     cuda: DeferredRuntime, P: int, scope: str, options: dict[str, Any], wander: bool
 ) -> None:
     options = options | {"scope": scope}
-    found = train(P, options, cuda, wander=wander)
+    on_device = train(P, options, cuda, wander=wander)
     assert cuda.launches
-    assert found == train(P, options, None, wander=wander)
+    assert on_device == train(P, options, None, wander=wander)
 
 
 WORK: list[Any] = ["SparseAdamW", {}, {"momentum": 0.9, "skip_nonfinite": True}, {"clip": 1.0, "decay": 0.9}]
@@ -122,7 +122,7 @@ WORK: list[Any] = ["SparseAdamW", {}, {"momentum": 0.9, "skip_nonfinite": True},
 def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
     cuda: DeferredRuntime, P: int, density: float, options: str | dict[str, Any]
 ) -> None:
-    """Work given to the device, and waits of the host, with one bucket."""
+    """Counts the device's operations and the host's waits, with one bucket."""
 
     def counted(number: int) -> tuple[int, int]:
         def arrays(seed: int) -> dict[str, Any]:
@@ -131,38 +131,38 @@ def test_a_step_takes_as_much_work_for_many_tensors_as_for_few(
 
         def program(transport: simulated.SimulatedTransport) -> tuple[int, int]:
             settings: Any = {"density": density, "comm": transport}
-            made: Any
+            reducer: Any
             if isinstance(options, str):
-                made = sc.SparseAdamW(arrays(0), check_weights_every=None, **settings)
+                reducer = sc.SparseAdamW(arrays(0), check_weights_every=None, **settings)
             else:
-                made = sc.Reducer(arrays(0), dense_below=0, bucket_bytes=1 << 20, **settings, **options)
-            take = made.step if isinstance(options, str) else made.reduce
-            for given in [arrays(1000 * step + transport.rank) for step in range(3)]:
+                reducer = sc.Reducer(arrays(0), dense_below=0, bucket_bytes=1 << 20, **settings, **options)
+            take = reducer.step if isinstance(options, str) else reducer.reduce
+            for pushed in [arrays(1000 * step + transport.rank) for step in range(3)]:
                 cuda.streams.run_all()
                 with cuda.counted() as counts:
-                    take(given)
+                    take(pushed)
             return counts[0], counts[1]
 
         return run(P, program, [rank // 2 for rank in range(P)])[0]
 
     operations, waits = counted(40 // P)
     assert (operations, waits) == counted(8)
-    if P > 1:  # of all ranks
+    if P > 1:  # counts are of all ranks
         return
     assert operations <= 40
     assert waits <= 5
-    if options == "SparseAdamW":  # in kernels/README.md; sizes are small here, so top-k takes four launches
+    if options == "SparseAdamW":  # as in kernels/README.md; with these small sizes, top-k takes four launches
         assert (operations, waits) == (28 if density < 1 else 25, 3)
 
 
 @pytest.mark.parametrize("kind", ["Reducer", "SparseAdamW"])
 @pytest.mark.parametrize("density", [0.09, 1.0])
 def test_calls_do_not_reuse_memory_that_streams_still_read(cuda: DeferredRuntime, kind: str, density: float) -> None:
-    """Two objects work with one communicator, each on a stream of its own, and nobody waits for the device."""
+    """Two objects share a communicator, each on its own stream, and the host never waits for the device."""
 
     def train_both(runtime: DeferredRuntime | None) -> list[bytes]:
         def program(transport: simulated.SimulatedTransport) -> list[bytes]:
-            put, found, both = runtime.put if runtime else lambda array: array, [], []
+            put, outputs, both = runtime.put if runtime else lambda array: array, [], []
             for i in range(2):
                 stream = runtime.new_stream() if runtime else None
                 with runtime.on_stream(stream) if runtime else nullcontext():
@@ -180,10 +180,10 @@ def test_calls_do_not_reuse_memory_that_streams_still_read(cuda: DeferredRuntime
                     take({"a": put(gradient)})
                     if runtime:
                         runtime.make_current(before)
-                    found.append(gradient)
+                    outputs.append(gradient)
             if runtime:
                 runtime.streams.run_all()
-            return [array.tobytes() for array in (*found, *(weights for _, weights, _ in both))]
+            return [array.tobytes() for array in (*outputs, *(weights for _, weights, _ in both))]
 
         return run(2, program)
 
@@ -193,18 +193,18 @@ def test_calls_do_not_reuse_memory_that_streams_still_read(cuda: DeferredRuntime
 @pytest.mark.parametrize("end", ["dropped", "cleared"])
 @pytest.mark.parametrize("order", range(4))
 def test_memory_is_freed_when_all_work_with_it_is_done(cuda: DeferredRuntime, end: str, order: int) -> None:
-    """It goes to the next array of the stream on which it was made; the gradient was added on another one."""
+    """The next array of the gradient's stream reuses the memory, although another stream added the gradient."""
     n = 3000
 
     def program(transport: simulated.SimulatedTransport) -> None:
         sizes = {"a": n, "b": int(end == "dropped")}
         like = {name: cuda.put(np.zeros(size, np.float32)) for name, size in sizes.items()}
         reducer = sc.Reducer(like, 0.05, comm=transport, scope="model", dense_below=0, momentum=0.5)
-        assert np.array(reducer.residual("a")).sum() == 0  # it is there
+        assert np.array(reducer.residual("a")).sum() == 0  # makes the residual
         before = cuda.make_current(cuda.new_stream())
         gradient = cuda.put(np.full(n, 5, np.float32))
         if end == "dropped":
-            reducer.push("a", gradient)  # it is added at once, and the call of "a" and "b" does not begin
+            reducer.push("a", gradient)  # added at once; the call for "a" and "b" does not begin
         else:
             reducer.reduce({"a": gradient})
             reducer.scale(0.5)
@@ -225,7 +225,7 @@ def test_memory_is_freed_when_all_work_with_it_is_done(cuda: DeferredRuntime, en
 
 
 def test_a_residual_without_a_gradient_returns_before_its_copy_is_freed(cuda: DeferredRuntime) -> None:
-    """The copy goes to the next array of the stream of the gradients; the program waits on another stream."""
+    """The next array of the gradients' stream reuses the copy, while the program waits on another stream."""
 
     def program(transport: simulated.SimulatedTransport) -> bytes:
         pushing, waiting = cuda.new_stream(), cuda.new_stream()

@@ -31,17 +31,17 @@ from tests.reducer.programs import (
 )
 
 ALGORITHMS = [*sc.algorithms(), "hierarchical:split", "split:2", "auto"]
-ABSENT = ["nothing", "None", "None, out"]  # ways not to push a gradient
+ABSENT = ["nothing", "None", "None, out"]  # ways to leave out a gradient
 ALL = SHAPES | {"g": (150,)}
 SENT = {name for name, shape in ALL.items() if np.prod(shape)}
 TYPES = st.sampled_from([MIXED, dict.fromkeys(ALL, "float32")])
 SUMS = {"float64": np.float64}
-BY_CHUNK = ("allgather", "ssar_split_allgather")  # whose sums by chunk do not depend on what other ranks select
+BY_CHUNK = ("allgather", "ssar_split_allgather")  # sums by chunk do not depend on other ranks' selections
 CHECK = settings(max_examples=20, phases=[Phase.generate])
 
 
 class Seen(NamedTuple):
-    """What one rank had before a step, what it pushed, and what it had afterwards."""
+    """One rank's gradients and results of a step, and its state before and after."""
 
     how: dict[str, str]
     gradients: Arrays
@@ -59,27 +59,27 @@ def trained(
     seed: int,
     dtypes: dict[str, str],
 ) -> list[Seen]:
-    """Steps in which each rank pushes some gradients, as ``hows`` says by step, rank and name."""
-    reducer, found = reducer_of(transport, tensors=gradients(0, ALL, dtypes), **options), []
+    """Make steps in which each rank pushes gradients as ``hows`` says by step, rank and name."""
+    reducer, history = reducer_of(transport, tensors=gradients(0, ALL, dtypes), **options), []
     for step, everyones in enumerate(hows):
-        how, given_, outs = everyones[transport.rank], gradients(seed + 10 * step + transport.rank, ALL, dtypes), {}
+        how, pushed, outs = everyones[transport.rank], gradients(seed + 10 * step + transport.rank, ALL, dtypes), {}
         before, groups = reducer.state_dict(), reducer.groups
         for name, what in how.items():
-            gradient = given_[name].copy() if what == "push" else None
+            gradient = pushed[name].copy() if what == "push" else None
             if what != "nothing":
                 if what != "None":
                     outs[name] = np.full(ALL[name], 7, SUMS.get(dtypes[name], np.float32))
                 reducer.push(name, gradient, out=outs.get(name))
         done = reducer.wait()
         after = reducer.state_dict()
-        kept = [(before[kind], after[kind]) for kind in ("residuals", "velocities")]
-        found.append(Seen(how, as_float64(given_), *kept, outs, done, groups))
-    return found
+        changes = [(before[kind], after[kind]) for kind in ("residuals", "velocities")]
+        history.append(Seen(how, as_float64(pushed), *changes, outs, done, groups))
+    return history
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_is_lost_and_what_has_no_gradient_stays_as_it_is(algorithm: str) -> None:
-    """All ranks get the same bits. Absent gradients count as zeros; without any, a tensor does not take part."""
+    """All ranks get the same bits. A missing gradient counts as zero; a tensor without any takes no part."""
     by_chunk = [] if algorithm == "double" else ["chunk"] * (6 if algorithm in BY_CHUNK else 1)
     scopes = ["tensor", "bucket", "model", *by_chunk]
     options = {
@@ -104,8 +104,8 @@ def test_nothing_is_lost_and_what_has_no_gradient_stays_as_it_is(algorithm: str)
         for _ in range(3):
             some = [["push"]] if complete else [ABSENT, [*ABSENT, "push", "push", "push"]]
             ways = {name: rng.choice(some) for name in ALL}
-            each = [{name: rng.choice(its) for name, its in ways.items()} for _ in range(P)]
-            steps.append([dict(rng.sample(sorted(how.items()), len(how))) for how in each])
+            drawn = [{name: rng.choice(choices) for name, choices in ways.items()} for _ in range(P)]
+            steps.append([dict(rng.sample(sorted(how.items()), len(how))) for how in drawn])
         wire = options["wire"] if dtypes is not MIXED or WIRES[options["wire"]].kind is EXACT else "packed"
         options |= {"algorithm": algorithm, "wire": wire}
         for seen in zip(*run(P, lambda r: trained(r, options, steps, seed, dtypes)), strict=True):
@@ -116,26 +116,26 @@ def test_nothing_is_lost_and_what_has_no_gradient_stays_as_it_is(algorithm: str)
 
 def check_step(seen: tuple[Seen, ...], options: dict[str, Any]) -> None:
     P, results = len(seen), []
-    has = [{name for name, what in each.how.items() if what == "push"} for each in seen]
+    has = [{name for name, what in rank.how.items() if what == "push"} for rank in seen]
     nowhere = SENT - set().union(*has)
-    inputs, kept = [], []  # what enters the sum, and what each rank keeps out of it
-    for each, present in zip(seen, has, strict=True):
-        assert each.step.usable
-        assert each.step.without_gradient == nowhere
-        assert each.step.sums_without_out.keys() == SENT - present - nowhere - each.outs.keys()
-        result = {name: part.to_dense() for name, part in each.step.sums_without_out.items()}
-        for name, out in each.outs.items():
+    inputs, withheld = [], []  # contributions to the sum, and residuals that take no part
+    for rank, present in zip(seen, has, strict=True):
+        assert rank.step.usable
+        assert rank.step.without_gradient == nowhere
+        assert rank.step.sums_without_out.keys() == SENT - present - nowhere - rank.outs.keys()
+        result = {name: part.to_dense() for name, part in rank.step.sums_without_out.items()}
+        for name, out in rank.outs.items():
             if name in nowhere:
                 assert (out == 7).all()
             elif name in SENT:
                 result[name] = out
         results.append(bits(dict(sorted(result.items()))))
-        (before, after), (velocities, velocities_after) = each.residuals, each.velocities
+        (before, after), (velocities, velocities_after) = rank.residuals, rank.velocities
         entered = {}
-        for name, gradient in each.gradients.items():
+        for name, gradient in rank.gradients.items():
             velocity = options["momentum"] * velocities.get(name, 0) + gradient
             entered[name] = (options["decay"] * before[name] + velocity) * (name in present)
-            if velocities:  # all as before, or masked where this rank has selected, or where the result applies
+            if velocities:  # unchanged, or masked where this rank selected entries or the result applies
                 kept_velocity = velocity if name in present else velocities[name]
                 masked = (velocities_after[name] == 0) & options["masking"]
                 if name not in present:
@@ -144,16 +144,16 @@ def check_step(seen: tuple[Seen, ...], options: dict[str, Any]) -> None:
             if name in nowhere:
                 assert bits({name: before[name]}) == bits({name: after[name]})
             assert after[name].shape == ALL[name]
-            assert after[name].dtype == each.outs.get(name, after[name]).dtype
+            assert after[name].dtype == rank.outs.get(name, after[name]).dtype
         inputs.append(entered)
-        kept.append({name: array for name, array in before.items() if name not in present})
+        withheld.append({name: array for name, array in before.items() if name not in present})
     assert all(result == results[0] for result in results)
-    assert len({repr(each.groups) for each in seen}) == 1
+    assert len({repr(rank.groups) for rank in seen}) == 1
     sums = {name: np.zeros(shape) for name, shape in ALL.items()} | as_float64(result)
     if options["op"] == "mean":
         sums = {name: P * mean for name, mean in sums.items()}
-    ended, began = [each.residuals[1] for each in seen], total([*inputs, *kept])
-    if WIRES[options["wire"]].kind.planes:  # of few bits, which round
+    ended, began = [rank.residuals[1] for rank in seen], total([*inputs, *withheld])
+    if WIRES[options["wire"]].kind.planes:  # few bits, which round
         for name, array in total([*ended, sums]).items():
             np.testing.assert_allclose(array, began[name], rtol=1e-5, atol=1e-4, err_msg=name)
     else:
@@ -164,7 +164,7 @@ def check_step(seen: tuple[Seen, ...], options: dict[str, Any]) -> None:
 
 
 def check_selection(inputs: list[Arrays], sums: Arrays, groups: list[list[str]], options: dict[str, Any]) -> None:
-    """Check sums against the algorithm in plain NumPy, where it does not depend on the order of additions."""
+    """Check sums against the algorithm in plain NumPy, if they do not depend on the order of additions."""
     density, P = options["density"], len(inputs)
     for group in groups:
         algorithm = options["algorithm"]
@@ -193,32 +193,32 @@ def check_selection(inputs: list[Arrays], sums: Arrays, groups: list[list[str]],
 def test_a_mean_of_contributors_is_the_sum_divided_by_their_number(
     P: int, algorithm: str, extra: dict[str, Any]
 ) -> None:
-    """Tensors that are summed whole are divided by P; and residuals are those of the sum."""
-    density, whole = 0.1, {name for name, shape in SHAPES.items() if np.prod(shape) < 10}
+    """Dense tensors are divided by P, and residuals are the same as with "sum"."""
+    density, dense = 0.1, {name for name, shape in SHAPES.items() if np.prod(shape) < 10}
     selecting = "split" if algorithm == "auto" else algorithm
 
     def program(transport: simulated.SimulatedTransport) -> list[tuple[Arrays, Arrays, Arrays]]:
         options = {"comm": transport, "scope": "tensor", "dense_below": 10, **extra}
         sums = sc.Reducer(gradients(0), density, op="sum", algorithm=selecting, **options)
         means = sc.Reducer(gradients(0), density, op="mean_of_contributors", algorithm=algorithm, **options)
-        found = []
+        history = []
         for step in range(3):
             total_, mean = (gradients(9 * step + transport.rank) for _ in "12")
-            held = {name: means.residual(name) + mean[name] for name in SHAPES}  # without momentum
+            inputs = {name: means.residual(name) + mean[name] for name in SHAPES}  # without momentum
             sums.reduce(total_)
             means.reduce(mean)
             same(residuals(means), residuals(sums))
-            found.append((held, total_, mean))
-        return found
+            history.append((inputs, total_, mean))
+        return history
 
     results = run(P, program)
     for step in range(3):
         for name, shape in SHAPES.items():
-            held = [result[step][0][name].reshape(-1) for result in results]
+            inputs = [result[step][0][name].reshape(-1) for result in results]
             k = max(1, round(density * np.prod(shape))) if np.prod(shape) else 1
             total_, mean = (results[0][step][part][name].reshape(-1) for part in (1, 2))
-            counts = np.float32(P) if name in whole else num_contributors(held, k)
-            if not extra or name in whole:
+            counts = np.float32(P) if name in dense else num_contributors(inputs, k)
+            if not extra or name in dense:
                 np.testing.assert_array_equal(mean, (total_ / counts).astype(np.float32))
             np.testing.assert_array_equal(mean != 0, total_ != 0)
 
@@ -235,28 +235,28 @@ def test_a_mean_of_contributors_is_the_sum_divided_by_their_number(
 )
 @pytest.mark.parametrize("nonfinite", [False, True])
 def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], nonfinite: bool) -> None:
-    """Without its sum being written."""
+    """`push_with` subtracts without writing the difference."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        whole, parted = (sc.Reducer(gradients(0), 0.1, comm=transport, **options) for _ in range(2))
+        plain, parted = (sc.Reducer(gradients(0), 0.1, comm=transport, **options) for _ in range(2))
         for step in range(3):
             after, before = (gradients(seed, normal=True) for seed in (10 * step + transport.rank, 10 * step + 5))
             if nonfinite and step == 1 and transport.rank == 1:
                 after["a"][3, 5] = np.inf
             pushed = {name: np.asarray(before[name] - after[name]) for name in after}
-            wanted = whole.reduce(pushed)
-            for name, its in after.items():
+            wanted = plain.reduce(pushed)
+            for name, array in after.items():
                 how = Addition(minuend=before[name].reshape(-1))
-                parted.push_with(name, its, how)
+                parted.push_with(name, array, how)
                 with pytest.raises(sc.InvalidInputError, match="was pushed in step"):
-                    parted.push_with(name, its, how)
+                    parted.push_with(name, array, how)
             done = parted.wait()
             assert (done.usable, done.sums_without_out.keys()) == (wanted.usable, {n for n in after if after[n].size})
             for name, entries in done.sums_without_out.items():
                 np.testing.assert_array_equal(entries.to_dense(), pushed[name])
             for name in after:
-                np.testing.assert_array_equal(whole.residual(name), parted.residual(name))
-        assert whole.counters.skipped == parted.counters.skipped == (nonfinite and "skip_nonfinite" in options)
+                np.testing.assert_array_equal(plain.residual(name), parted.residual(name))
+        assert plain.counters.skipped == parted.counters.skipped == (nonfinite and "skip_nonfinite" in options)
 
     with np.errstate(invalid="ignore"):
         run(2, program)
@@ -281,7 +281,7 @@ def test_types_and_tensors_without_elements_share_no_call() -> None:
 @pytest.mark.parametrize("algorithm", ["split", "double", "allgather"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_what_is_not_finite_does_not_come_back(algorithm: Any, momentum: float) -> None:
-    """More of it than a step sends, on one rank: the next step is finite, and what else waits is as it was."""
+    """One rank has more NaN than a step sends. The next step is finite, and other residuals are unchanged."""
 
     def program(transport: simulated.SimulatedTransport) -> list[bool]:
         reducer = sc.Reducer(
@@ -292,7 +292,7 @@ def test_what_is_not_finite_does_not_come_back(algorithm: Any, momentum: float) 
             momentum=momentum,
             dense_below=0,
         )
-        bad, found = transport.rank == 1, []
+        bad, nonfinite = transport.rank == 1, []
         for step in range(3):
             x = np.ones(2000, np.float32)
             if step == 1 and bad:
@@ -300,15 +300,15 @@ def test_what_is_not_finite_does_not_come_back(algorithm: Any, momentum: float) 
             before = reducer.residual("x").copy()
             done = reducer.reduce({"x": x})
             assert done.usable
-            found.append(done.nonfinite)
+            nonfinite.append(done.nonfinite)
             where = "the gradient of x on this rank" if bad else "a gradient of another rank"
             assert done.cause.startswith(f"rank {transport.rank}: {where} is not finite" if step == 1 else "")
             assert np.isfinite(x).all() == (step != 1)
             assert step != 1 or np.isnan(x[0])
-            kept = reducer.residual("x")
-            assert np.isfinite(kept).all()
+            residual = reducer.residual("x")
+            assert np.isfinite(residual).all()
             if step == 1:
-                assert kept[600:].sum() > before[600:].sum()
-        return found
+                assert residual[600:].sum() > before[600:].sum()
+        return nonfinite
 
     assert run(2, program) == [[False, True, False]] * 2

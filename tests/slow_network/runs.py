@@ -22,7 +22,7 @@ PROGRAM = [sys.executable, "-m", "bench.slow_network"]
 
 @functools.cache
 def why_not() -> str:
-    if os.geteuid() != 0:  # others may have namespaces, and some machines allow them no more
+    if os.geteuid() != 0:  # other users may hold namespaces, which some machines limit
         return "needs root, for the relay's device and to empty what TCP remembers"
     try:
         network.entry(2)
@@ -50,14 +50,14 @@ def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def traces(mark: str) -> list[str]:
     """Return the processes with this text in their command."""
-    found = []
+    lines = []
     for process in filter(str.isdigit, os.listdir("/proc")):  # `Path.glob` ends early at one that it may not see
         with contextlib.suppress(OSError):
             if mark in (
                 line := Path("/proc", process, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             ):
-                found.append(line)
-    return found
+                lines.append(line)
+    return lines
 
 
 def folders() -> set[Path]:

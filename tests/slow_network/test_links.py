@@ -1,4 +1,4 @@
-"""Links with delay, loss, queues and sites: the treatment of real packets, and the commands for `tc`."""
+"""Links with delay, loss, queues and sites: their effect on real packets, and the commands for `tc`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def connect(host, port):
             time.sleep(0.05)
 """
 
-# Rank 1 sends numbered datagrams to rank 0, which prints which of them came.
+# Rank 1 sends numbered datagrams to rank 0, which prints the numbers that arrive.
 DATAGRAMS = """
 count = {count}
 end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -78,10 +78,11 @@ def test_the_same_packets_are_lost_in_every_run() -> None:
 def test_a_full_queue_drops_the_last() -> None:
     size, rate, queue = 1400, 10e6, 0.05
     came, sent_in = datagrams("--rate", "10mbit", "--queue", "50ms", count=300, size=size)
-    each = 8 * (size + HEADERS) / rate
-    held = queue / each
-    assert came[: int(held)] == list(range(int(held)))
-    assert held - 1 <= len(came) <= held + sent_in / each + 2  # what leaves the queue in the meantime has room
+    per_packet = 8 * (size + HEADERS) / rate
+    capacity = queue / per_packet
+    assert came[: int(capacity)] == list(range(int(capacity)))
+    # Packets that leave the queue meanwhile make room.
+    assert capacity - 1 <= len(came) <= capacity + sent_in / per_packet + 2
 
 
 @needs_network
@@ -105,8 +106,8 @@ say(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"], os.environ["
 """
     options = ["--ranks", "4", "--sites", "2", "--rate", "1gbit", "--rtt", "60ms", "--congestion", "reno"]
     printed = run(program, *options)
-    found = re.findall(r"^trip (\S+) (\S+) b'reno", printed, re.MULTILINE)
-    trips = {host: float(seconds) for host, seconds in found}
+    matches = re.findall(r"^trip (\S+) (\S+) b'reno", printed, re.MULTILINE)
+    trips = {host: float(seconds) for host, seconds in matches}
     assert set(trips) == {"sn1", "sn2", "sn3"}, printed
     assert trips["sn1"] < 0.03
     assert all(0.06 <= trips[host] < 0.08 for host in ("sn2", "sn3")), trips
@@ -115,7 +116,7 @@ say(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"], os.environ["
 
 @needs_network
 def test_trains_are_cut_without_harm() -> None:
-    """TCP delivers all bytes although packets are lost and dropped."""
+    """TCP delivers all bytes although the link loses and drops packets."""
     program = """
 import hashlib, random
 data = random.Random(0).randbytes(3 << 20)

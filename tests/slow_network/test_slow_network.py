@@ -88,7 +88,7 @@ def test_a_command_runs_on_hosts_of_their_own_several_times_on_each(tmp_path: Pa
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_the_status_is_passed_on(tmp_path: Path, launcher: str) -> None:
     mark = tmp_path / "the command that fails"
-    # The first that fails ends the others. Only torchrun's has RANK.
+    # The first command that fails ends the others. Only torchrun sets RANK.
     fails = ["sh", "-c", f": '{mark}'; sleep 0.5; test ${{RANK:-1}} = 0 && sleep 1000; exit 3"]
     done = call("run", "--ranks", "2", "--rate", "1gbit", "--launcher", launcher, "--no-measure", "--", *fails)
     assert done.returncode == 3, done.stderr
@@ -98,7 +98,7 @@ def test_the_status_is_passed_on(tmp_path: Path, launcher: str) -> None:
 @needs_network
 @pytest.mark.parametrize("launcher", ["mpirun", exhaustive("torchrun")])
 def test_the_ranks_of_a_host_count_as_one(launcher: str) -> None:
-    """By default, over MPI and over a process group: a host of two ranks sends what a host of one rank sends."""
+    """By default, over MPI and process groups, a host of two ranks sends as much as a host of one rank."""
     program = (
         "import os, numpy as np\n"
         "if 'WORLD_SIZE' in os.environ:\n"

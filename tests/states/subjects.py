@@ -1,4 +1,4 @@
-"""Objects that have a state, each with a function that makes a step: for damaged states and for checkpoints."""
+"""Objects with states, for tests of damaged states and of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = {"weight": (6, 5), "bias": (5,), "scale": (3,)}
 
 
 class Subject(NamedTuple):
-    """An object that has a state, a function that makes a step of a number, its weights by name, and their module."""
+    """An object with a state, a function ``step(number)``, its weights by name, and their module."""
 
     obj: Any
     step: Callable[[int], object]
@@ -30,22 +30,22 @@ def small(step: int, rank: int) -> dict[str, np.ndarray]:
 
 
 def reducer(transport: Any, momentum: float = 0.5) -> Subject:
-    made = reducer_of(transport, momentum=momentum, masking=False)
-    return Subject(made, lambda step: made.reduce(gradients(10 * step + transport.rank)), {})
+    stateful = reducer_of(transport, momentum=momentum, masking=False)
+    return Subject(stateful, lambda step: stateful.reduce(gradients(10 * step + transport.rank)), {})
 
 
 def local_steps(transport: Any) -> Subject:
     parameters = programs.initial()
     fragments = [["f", "a"], ["b", "c"], ["d", "e"]]
     schedule = {"sync_every": 4, "fragments": fragments, "fragment_sync_delay": 2, "fragment_update_alpha": 0.25}
-    made = programs.made(transport, parameters, outer=sc.NesterovSGD(), **schedule)
-    return Subject(made, lambda step: programs.train(made, parameters, transport.rank, step, step), parameters)
+    local = programs.made(transport, parameters, outer=sc.NesterovSGD(), **schedule)
+    return Subject(local, lambda step: programs.train(local, parameters, transport.rank, step, step), parameters)
 
 
 def adamw(transport: Any) -> Subject:
     weights = small(0, 0)
-    made = sc.SparseAdamW(weights, 0.01, density=0.2, comm=transport)
-    return Subject(made, lambda step: made.step(small(step, transport.rank)), weights)
+    optimizer = sc.SparseAdamW(weights, 0.01, density=0.2, comm=transport)
+    return Subject(optimizer, lambda step: optimizer.step(small(step, transport.rank)), weights)
 
 
 def of_torch(make: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any], Subject]:
@@ -57,14 +57,14 @@ def of_torch(make: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any], Subje
         module = torch.nn.Module()
         for name, values in small(0, 0).items():
             module.register_parameter(name, torch.nn.Parameter(torch.from_numpy(values)))
-        made, optimizer = make(torch, sct, module, transport)
+        stateful, optimizer = make(torch, sct, module, transport)
 
         def step(number: int) -> None:
             for name, values in small(number, transport.rank).items():
                 module.get_parameter(name).grad = torch.from_numpy(values)
             optimizer.step()
 
-        return Subject(made, step, {name: p.detach() for name, p in module.named_parameters()}, module)
+        return Subject(stateful, step, {name: p.detach() for name, p in module.named_parameters()}, module)
 
     return build
 
@@ -76,15 +76,15 @@ def inner_optimizer(kind: str, torch: Any, module: Any) -> Any:
 
 
 def torch_adamw(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
-    made = sct.SparseAdamW(module.named_parameters(), 0.01, density=0.2, comm=transport)
-    return made, made
+    optimizer = sct.SparseAdamW(module.named_parameters(), 0.01, density=0.2, comm=transport)
+    return optimizer, optimizer
 
 
 def distributed(kind: str) -> Any:
     def make(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
         inner = inner_optimizer(kind, torch, module)
-        made = sct.DistributedOptimizer(inner, module.named_parameters(), 0.5, comm=transport, dense_below=0)
-        return made, made
+        optimizer = sct.DistributedOptimizer(inner, module.named_parameters(), 0.5, comm=transport, dense_below=0)
+        return optimizer, optimizer
 
     return of_torch(make)
 
@@ -99,23 +99,23 @@ def diloco(kind: str) -> Any:
 
 
 def sparse_state(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
-    made = sct.SparseState(module.named_parameters(), comm=transport)
+    state = sct.SparseState(module.named_parameters(), comm=transport)
 
     class Scaler:
         def step(self) -> None:
-            made._scale = 2.0 * (made._scale or 1.0)
+            state._scale = 2.0 * (state._scale or 1.0)
 
-    return made, Scaler()
+    return state, Scaler()
 
 
 def jax_local_steps(transport: Any) -> Subject:
     jnp, optax = pytest.importorskip("jax.numpy"), pytest.importorskip("optax")
     params = {name: jnp.asarray(values) for name, values in small(0, 0).items()}
     options = {"comm": transport, "sync_every": 2, "dense_below": 0}
-    made = pytest.importorskip("sparsecomm.jax").LocalSteps(params, 0.5, outer=optax.sgd(0.7, 0.9), **options)
+    local = pytest.importorskip("sparsecomm.jax").LocalSteps(params, 0.5, outer=optax.sgd(0.7, 0.9), **options)
 
     def step(number: int) -> None:
         moves = small(number, transport.rank)
-        params.update(made.step({name: values + moves[name] for name, values in params.items()}))
+        params.update(local.step({name: values + moves[name] for name, values in params.items()}))
 
-    return Subject(made, step, params)
+    return Subject(local, step, params)

@@ -1,4 +1,4 @@
-"""`load` of states: all ranks load or none does, whatever a rank raises, and no rank waits for the timeout."""
+"""`load` of states: all ranks load or none does, whatever a rank raises, and none waits for the timeout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Damaged states: a table of objects and damages. All ranks refuse, nothing changes, and the good state still loads.
 
-Random damages of all kinds of objects are an attack: `tests/stress/states.py`.
+For random damages of all kinds of objects see `tests/stress/states.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.stress.states import digest
 
 
 class Damage(NamedTuple):
-    """A change of a state, in place or by a copy, and a regular expression for the error of every rank."""
+    """A change of a state, in place or as a copy, and a pattern for every rank's error."""
 
     change: Callable[[Any], Any]
     message: str
@@ -113,11 +113,11 @@ REDUCER = {
 
 
 def exchanges(**entries: Any) -> Callable[[Any], Any]:
-    return nested("exchanges", lambda each: [exchange | entries for exchange in each])
+    return nested("exchanges", lambda saved: [exchange | entries for exchange in saved])
 
 
 def reducers(**entries: Any) -> Callable[[Any], Any]:
-    return nested("reducers", lambda each: [state | entries for state in each])
+    return nested("reducers", lambda states: [state | entries for state in states])
 
 
 def plus_one(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -149,9 +149,9 @@ LOCAL_STEPS = {
     "other velocities": Damage(
         nested("outer", lambda outer: {"velocities": plus_one(outer["velocities"])}), DIFFER.format("outer")
     ),
-    "fewer exchanges": Damage(nested("exchanges", lambda each: each[1:]), DIFFER.format("exchanges")),
+    "fewer exchanges": Damage(nested("exchanges", lambda saved: saved[1:]), DIFFER.format("exchanges")),
     "other means": Damage(
-        nested("exchanges", lambda each: [e | {"means": plus_one(e["means"])} for e in each]),
+        nested("exchanges", lambda saved: [e | {"means": plus_one(e["means"])} for e in saved]),
         DIFFER.format("exchanges"),
     ),
     "another step": Damage(
@@ -235,7 +235,7 @@ DILOCO = {
 
 def leaves(change: Callable[[str, list[Any]], dict[str, Any]]) -> Callable[[Any], Any]:
     """Change the first leaf of optax's state."""
-    return nested("outer", nested("leaves", lambda each: each | change(*next(iter(each.items())))))
+    return nested("outer", nested("leaves", lambda tree: tree | change(*next(iter(tree.items())))))
 
 
 OPTAX: dict[str, Callable[[str, list[Any]], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Archives of plain values: values are read as they were written, and foreign or damaged bytes are refused."""
+"""Archives of plain values: a round trip changes nothing, and foreign or damaged bytes are refused."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_checksums_do_not_depend_on_the_layout() -> None:
 def test_bfloat16_is_written_only_if_it_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     torch, ml_dtypes = pytest.importorskip("torch"), pytest.importorskip("ml_dtypes")
     value = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
-    found = from_bytes(to_bytes({"x": value}))["x"]
-    assert found.dtype == ml_dtypes.bfloat16
-    assert found.tolist() == value.tolist()
-    assert checksum(value) == checksum(found)
+    loaded = from_bytes(to_bytes({"x": value}))["x"]
+    assert loaded.dtype == ml_dtypes.bfloat16
+    assert loaded.tolist() == value.tolist()
+    assert checksum(value) == checksum(loaded)
 
     class NumPyWithoutBfloat16:
         def __getattr__(self, name: str) -> Any:
@@ -129,10 +129,10 @@ def test_damaged_bytes_are_values_or_refused() -> None:
     velocities = {"a": np.arange(5, dtype="f4"), "b": np.zeros((2, 3))}
     state = {"velocities": velocities, "rate": 0.7, "steps": [3, None, True]}
     taken = refused = 0
-    for each in damaged(to_bytes(state), 2000, 8, list(NUMBERS), np.random.default_rng(0)):
+    for content in damaged(to_bytes(state), 2000, 8, list(NUMBERS), np.random.default_rng(0)):
         with suppress(sc.InvalidInputError):
             refused += 1
-            assert same(from_bytes(each), state)
+            assert same(from_bytes(content), state)
             taken += 1
     refused -= taken
     assert taken > 20

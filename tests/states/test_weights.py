@@ -21,19 +21,19 @@ def outcomes(P: int, tensors: Any) -> list[BaseException | None]:
     """Return the error of `check_weights` on each rank with ``tensors(rank)``, and make another call."""
 
     def program(transport: simulated.SimulatedTransport) -> BaseException | None:
-        found = None
+        outcome = None
         try:
             sc.check_weights(tensors(transport.rank), comm=transport)
         except sc.SparseCommError as error:
-            found = error
+            outcome = error
         sc.check_weights({"a": np.ones(3)}, comm=transport)
-        return found
+        return outcome
 
     return run(P, program)
 
 
 def of_every_kind() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         "nan": np.array([np.nan, -0.0, 1]),
         "int": np.arange(5),
         "bool": np.array([True, False]),
@@ -45,7 +45,7 @@ def of_every_kind() -> dict[str, Any]:
         "no tensor": 7,
     }
     torch = pytest.importorskip("torch")
-    found |= {
+    tensors |= {
         "bfloat16": torch.ones(3).bfloat16(),
         "parameter": torch.nn.Parameter(torch.ones(2, 3).t()),
         "flag": torch.tensor([True]),
@@ -53,8 +53,8 @@ def of_every_kind() -> dict[str, Any]:
     eighth = torch.ones(3).to(torch.float8_e4m3fn)
     with suppress(BufferError):  # PyTorch 2.6 does not export this type
         eighth.__dlpack__()
-        found["eighth"] = eighth
-    return found
+        tensors["eighth"] = eighth
+    return tensors
 
 
 @pytest.mark.parametrize("P", [1, exhaustive(2), 5])
@@ -70,12 +70,12 @@ def test_all_ranks_name_the_first_tensor_and_rank_that_differ(P: int) -> None:
     for name in names:
 
         def tensors(rank: int, name: str = name) -> dict[str, Any]:
-            found = of_every_kind()
+            weights = of_every_kind()
             if rank == P - 1:
-                found[name] = _with_another_bit(found[name])
+                weights[name] = _with_another_bit(weights[name])
             if rank == 1:
-                found[last] = _with_another_bit(found[last])
-            return found
+                weights[last] = _with_another_bit(weights[last])
+            return weights
 
         for error in outcomes(P, tensors):
             assert isinstance(error, sc.WeightMismatchError)
@@ -133,18 +133,18 @@ def test_a_first_step_warns_of_equal_gradients_and_different_buffers(P: int, sam
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(P, program)
-    said = [str(each.message) for each in caught]
-    assert all(each.filename == __file__ for each in caught)
+    said = [str(warning.message) for warning in caught]
+    assert all(warning.filename == __file__ for warning in caught)
     assert len(said) == (P * len(wrong) if P > 1 else 0)
     assert all(sum(text in message for message in said) == P for text in wrong if P > 1)
 
 
 def test_wrong_arguments() -> None:
-    for given, match in (
+    for tensors, match in (
         ([np.ones(3)], "rank 0: tensors: got list with ndarray in it; expected names"),
         ({"a": CudaTensor(np.ones(3, np.float32))}, "rank 0: a: got a tensor that is on a device"),
     ):
-        first, _ = outcomes(2, lambda rank, given=given: given)
+        first, _ = outcomes(2, lambda rank, tensors=tensors: tensors)
         assert isinstance(first, sc.InvalidInputError)
         assert match in str(first)
 
@@ -152,5 +152,5 @@ def test_wrong_arguments() -> None:
 def test_bytes_of_jax() -> None:
     jnp = pytest.importorskip("jax.numpy")
     changed = {"a": jnp.ones(3, jnp.bfloat16).at[2].set(2)}
-    found = outcomes(3, lambda rank: changed if rank == 2 else {"a": jnp.ones(3, jnp.bfloat16)})
-    assert all("a, bfloat16 (3,): the weights of rank 2" in str(error) for error in found)
+    errors = outcomes(3, lambda rank: changed if rank == 2 else {"a": jnp.ones(3, jnp.bfloat16)})
+    assert all("a, bfloat16 (3,): the weights of rank 2" in str(error) for error in errors)

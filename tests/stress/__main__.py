@@ -1,6 +1,6 @@
-"""Attacks on the library, each for as long as you like: ``python -m tests.stress ATTACK --seed S --report FILE``.
+"""Attacks on the library, of any length: ``python -m tests.stress ATTACK --seed S --report FILE``.
 
-The exit status is 0 if nothing was found. Each failure is printed with the command that repeats it.
+The exit status is 0 without failures. Each failure is printed with a command that repeats it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATTACKS = (
     "calls", "messages", "peers", "inputs", "states", "files", "kills", "threads", "interrupts",
     "endurance", "lost", "lives", "soak", "strangers", "all",
 )  # fmt: skip
-# What `all` runs; numbers are scaled.
+# The attacks of `all`, whose numbers are multiplied by ``--scale``.
 PARTS = {
     "calls": "--calls 4000",
     "messages": "--messages 500_000",
@@ -48,21 +48,21 @@ PARTS = {
 
 
 class All(Attack):
-    """All attacks, one after another, each in a process of its own: some minutes with ``--scale 1``.
+    """All attacks in sequence, each in its own process. They take some minutes with ``--scale 1``.
 
-    The reports of the attacks are written beside that of all: NAME.json and NAME.txt.
+    Each attack's report is written beside the common one, as NAME.json and NAME.txt.
     """
 
     options = (("scale", 1.0, "by which all numbers are multiplied"),)
 
     def run(self) -> None:
         with tempfile.TemporaryDirectory(prefix="sparsecomm-stress-") as temporary:
-            folder = Path(temporary) if self.given.report is None else self.given.report.resolve().parent
+            folder = Path(temporary) if self.arguments.report is None else self.arguments.report.resolve().parent
             for name, options in PARTS.items():
                 words = [name.split()[0], "--seed", str(self.report.seed)]
                 for word in options.replace("BUILD", f"{temporary}/sanitized").split():
                     scaled = word[0].isdigit() and word != "0"
-                    words.append(str(max(1, round(int(word) * self.given.scale))) if scaled else word)
+                    words.append(str(max(1, round(int(word) * self.arguments.scale))) if scaled else word)
                 file = folder / f"{name.replace(' ', '-')}.json"
                 file.unlink(missing_ok=True)
                 command = [sys.executable, "-m", "tests.stress", *words]
@@ -74,16 +74,16 @@ class All(Attack):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return its exit status."""
+    """Run a command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
     attacks = parser.add_subparsers(metavar="ATTACK", required=True)
     words = sys.argv[1:] if argv is None else argv
-    for name in ATTACKS if not set(words[:1]) & set(ATTACKS) else words[:1]:  # imports only what this attack needs
+    for name in ATTACKS if not set(words[:1]) & set(ATTACKS) else words[:1]:  # imports only this attack's modules
         kind, doc = All, str(All.__doc__)
         if name != "all":
             module = import_module(f"tests.stress.{name}")
             classes = Attack.__subclasses__() + Numbered.__subclasses__()
-            (kind,) = (each for each in classes if each.__module__ == module.__name__)
+            (kind,) = (class_ for class_ in classes if class_.__module__ == module.__name__)
             doc = str(module.__doc__)
         raw = argparse.RawDescriptionHelpFormatter
         own = attacks.add_parser(name, help=doc.partition("\n")[0], description=doc, formatter_class=raw)
@@ -92,18 +92,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         own.add_argument("--on-ranks", nargs=2, help=argparse.SUPPRESS)
         kind.add_arguments(own)
         own.set_defaults(attack=name, kind=kind)
-    given = parser.parse_args(argv)
-    if given.seed is None:
-        given.seed = secrets.randbits(31)
-    attack: Attack = given.kind(given)
-    if given.on_ranks:
-        attack.be_rank(*given.on_ranks)
+    arguments = parser.parse_args(argv)
+    if arguments.seed is None:
+        arguments.seed = secrets.randbits(31)
+    attack: Attack = arguments.kind(arguments)
+    if arguments.on_ranks:
+        attack.be_rank(*arguments.on_ranks)
         return 0
-    if given.report is not None:
-        given.report.unlink(missing_ok=True)
+    if arguments.report is not None:
+        arguments.report.unlink(missing_ok=True)
     attack.run()
-    if given.report is not None:
-        attack.report.write(given.report)
+    if arguments.report is not None:
+        attack.report.write(arguments.report)
     print(attack.report, flush=True)
     return 1 if attack.report.failures else 0
 

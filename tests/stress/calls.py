@@ -1,10 +1,10 @@
-"""Calls with arguments, values, orders of events and faults drawn at random, against the oracles.
+"""Calls with random arguments, values, orders of events and faults, compared with the oracles.
 
-Each case is a call on up to 33 ranks of one process. Without a fault, its result must be the oracle's, the same on all
-ranks, and with the residuals it must add up to what entered. Then the call is made with a fault, in another order of
+Each case is a call on up to 33 ranks of one process. Without a fault, all ranks must have the oracle's result, and
+result plus residuals must equal the contributions. Then the call is made with a fault, in another order of
 events (`tests.stress.network`): an exception (interrupt, error) or the end of one rank (crash) at any step of its
-transport, refused arguments of one rank, or another call of one rank (mismatch). Every rank must have raised, with its
-residual `residual + x`, or have all of the result and of the residual. After `realign`, the next call must be right.
+transport, refused arguments of one rank, or another call of one rank (mismatch). Every rank must have raised, with
+`residual + x` as its residual, or have the complete result and residual. After `realign`, the next call must be right.
 """
 
 from __future__ import annotations
@@ -72,12 +72,11 @@ class Case:
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def gradients(self, step: int) -> list[Vector]:
-        """Return every rank's gradient."""
         return [self._vector(self.dtype, self.seed + 1000 * step + rank) for rank in range(self.P)]
 
     @cached_property
     def residuals(self) -> list[Vector | None]:
-        """Every rank's residual before the first step."""
+        """All ranks' residuals before the first step."""
         seeds = range(self.seed + 500_000, self.seed + 500_000 + self.P)
         return [self._vector(self.residual, seed) if self.residual else None for seed in seeds]
 
@@ -92,30 +91,30 @@ class Case:
                 return v.astype(data.DTYPES[dtype])
         return data.gradient(self.content, self.n, dtype, seed)
 
-    # -- what it must give --------------------------------------------------------------------------------------------
+    # -- expected results ---------------------------------------------------------------------------------------------
 
     @property
     def finite(self) -> bool:
-        """Whether no value, and no sum of values, is NaN or infinite."""
+        """Whether all values, and all their sums, are finite."""
         return self.content not in ("special", "NaN and infinities", "only NaN", "huge range")
 
     @property
     def few_bits(self) -> bool:
-        """Whether values of a block share magnitudes, which are no whole numbers, and larger than some values."""
+        """Whether the values of a block share a magnitude, so that integers are rounded, and small values grow."""
         return self.wire in WIRES and bool(WIRES[self.wire].kind.planes)
 
     def rounds_by_history(self, name: str) -> bool:
-        """Whether an algorithm of that name rounds by what it has kept from the calls before."""
+        """Whether the rounding of an algorithm depends on earlier calls."""
         return "split" in name and self.wire in WIRES and WIRES[self.wire].kind is not EXACT
 
     def exact(self, ranks: int) -> bool:
-        """Whether all sums over so many ranks are exact, in the residual's type too."""
+        """Whether all sums over ``ranks`` ranks are exact, also in the residual's dtype."""
         limit = _EXACT_UP_TO[self.residual or self.dtype]
         return not self.few_bits and self.content == "integers" and 2 * ranks * self.amplitude <= limit
 
     @cached_property
     def stored(self) -> list[Vector]:
-        """Residual + x of every rank in the first step, as a residual holds it; x where there is none."""
+        """Every rank's residual + x in the first step, in the residual's dtype; x if there is no residual."""
         xs = self.gradients(0)
         if not self.residual:
             return xs
@@ -125,18 +124,17 @@ class Case:
 
     @cached_property
     def accumulated(self) -> list[Vector]:
-        """What every rank brings into the call, in the accumulator's type."""
+        """Every rank's contribution to the call, in the accumulator's dtype."""
         return [widened(v) for v in self.stored]
 
     @cached_property
     def divisor(self) -> Any:
-        """What sums are divided by."""
         if self.op == MEAN_OF_CONTRIBUTORS:
             return num_contributors(self.accumulated, self.k)
         return self.P if self.op == "mean" else 1
 
     def total(self, name: str) -> Vector | None:
-        """Return the dense sum by the oracle of ``name``; None if values are rounded on their way."""
+        """Return the dense sum of the oracle for ``name``, or None if the algorithm rounds values."""
         if self.wire.removeprefix("packed_") != self.wire and not name.startswith("dense"):
             return None
         with np.errstate(all="ignore"):
@@ -163,7 +161,7 @@ class Outcome:
 
 
 def call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str = "none") -> Outcome:
-    """Make the call on one rank. Its exceptions but `Crash` are in the outcome."""
+    """Make the call on one rank. The outcome contains all exceptions except `Crash`."""
     x = x.copy()
     residual = None if residual is None else residual.copy()
     out = x if case.out == "x" else np.full(case.n, 77, np.dtype(case.out)) if case.out else None
@@ -204,7 +202,6 @@ def same(a: Vector, b: Vector) -> bool:
 
 
 def algorithm_of(case: Case) -> str:
-    """Return the name of the algorithm that the call is made with."""
     if case.algorithm != "auto":
         return case.algorithm
     names = []
@@ -252,28 +249,28 @@ def check_nans(case: Case, name: str, result: Vector) -> None:
     stored = np.array([v.astype(np.float64) for v in case.stored])
     with np.errstate(all="ignore"):
         possible = np.isnan(stored.sum(axis=0)) | np.isinf(stored).any(axis=0)
-    found = np.isnan(stored).any(axis=0)
+    is_nan = np.isnan(stored).any(axis=0)
     if possible.sum() <= case.k:
-        assert np.all(np.isnan(result[found])), f"NaNs of ranks are not in the result of {name}"
+        assert np.all(np.isnan(result[is_nan])), f"NaNs of ranks are not in the result of {name}"
 
 
 def check_residuals(case: Case, name: str, outcomes: list[Outcome], result: Vector) -> None:
-    kept = [outcome.residual for outcome in outcomes]
+    residuals = [outcome.residual for outcome in outcomes]
     algorithm, total = find(name), outcomes[0].result
     if algorithm is not None and algorithm.bounded_result and algorithm.rejects and total is not None:
         outside = np.ones(case.n, np.bool_)
-        outside[total.indices] = False  # the mean of a sum that is not 0 may be 0
-        for rank, (mine, its) in enumerate(zip(kept, case.stored, strict=True)):
-            assert same(mine[outside], its[outside]), f"rank {rank}: outside the result the residual is not r + x"
-    check_sum(case, [v.astype(np.float64) for v in case.accumulated], kept, result, exact=case.exact(case.P))
+        outside[total.indices] = False  # the mean of a non-zero sum may be 0
+        for rank, (mine, stored) in enumerate(zip(residuals, case.stored, strict=True)):
+            assert same(mine[outside], stored[outside]), f"rank {rank}: outside the result the residual is not r + x"
+    check_sum(case, [v.astype(np.float64) for v in case.accumulated], residuals, result, exact=case.exact(case.P))
 
 
-def check_sum(case: Case, entered: list[Vector], kept: list[Any], result: Vector, *, exact: bool) -> None:
+def check_sum(case: Case, entered: list[Vector], residuals: list[Any], result: Vector, *, exact: bool) -> None:
     """Check that the contributions ``entered`` are in the result or in residuals; ``exact``: to the bit."""
     if not all(np.isfinite(v).all() for v in entered):
         return
     applied = result.astype(np.float64) * case.divisor
-    left = np.sum(kept, axis=0, dtype=np.float64)
+    left = np.sum(residuals, axis=0, dtype=np.float64)
     if exact:
         assert same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
         return
@@ -347,8 +344,8 @@ def check_outcome(case: Case, rank: int, outcome: Outcome, clean: Outcome, count
     elif rank == case.victim and isinstance(outcome.error, sc.InvalidInputError):
         assert same(outcome.residual, case.residuals[rank]), f"rank {rank} was refused, and its residual has changed"
     else:
-        held = same(outcome.residual, case.stored[rank])
-        assert held or (committed and rank == case.victim), (
+        unchanged = same(outcome.residual, case.stored[rank])
+        assert unchanged or (committed and rank == case.victim), (
             f"rank {rank} raised {outcome.error!r}, and its residual is neither residual + x nor committed with out"
         )
 
@@ -358,7 +355,7 @@ class Calls(Numbered):
     options = (*numbered(unit, 10_000), ("max_ranks", 33, "ranks, at most"), SANITIZED)
 
     def check(self, number: int) -> None:
-        case = self.case = Case(self.report.seed, number, self.given.max_ranks)
+        case = self.case = Case(self.report.seed, number, self.arguments.max_ranks)
         clean = make(case, case.seed, case.gradients(0), case.residuals)
         check_result(case, clean)
         self.counts["calls without a fault"] += 1

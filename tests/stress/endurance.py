@@ -13,7 +13,7 @@ import sparsecomm as sc
 from tests.stress.harness import ALGORITHMS, Attack, Ranks
 
 MAX_GROWTH = 2**20  # bytes of resident memory
-SECONDS_PER_CALL, SECONDS_PER_COMMUNICATOR = 2e-3, 0.1  # at most, on a busy machine
+SECONDS_PER_CALL, SECONDS_PER_COMMUNICATOR = 2e-3, 0.1  # upper bounds on a busy machine
 
 
 def resources() -> dict[str, int]:
@@ -31,8 +31,9 @@ class Endurance(Attack):
     options = ("calls", 1_000_000, ""), ("communicators", 10_000, ""), ("ranks", 2, "")
 
     def run(self) -> None:
-        calls, communicators = self.given.calls, self.given.communicators
-        self.start_ranks(self.given.ranks, 300 + calls * SECONDS_PER_CALL + communicators * SECONDS_PER_COMMUNICATOR)
+        calls, communicators = self.arguments.calls, self.arguments.communicators
+        limit = 300 + calls * SECONDS_PER_CALL + communicators * SECONDS_PER_COMMUNICATOR
+        self.start_ranks(self.arguments.ranks, limit)
         self.report.measure("calls and communicators/s", (calls + communicators) / self.report.seconds)
 
     def on_rank(self, ranks: Ranks) -> None:
@@ -41,7 +42,7 @@ class Endurance(Attack):
         gradients = [rng.standard_normal(200).astype(np.float32) for _ in range(7)]
         buffers = {"residual": np.zeros(200, np.float32), "out": np.empty(200, np.float32)}
         for what in ("calls", "communicators"):
-            number, comm = getattr(self.given, what), ranks.comm
+            number, comm = getattr(self.arguments, what), ranks.comm
             warm_up = min(number // 4, 5000)
             for i in range(number):
                 if i == warm_up:

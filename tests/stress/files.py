@@ -1,9 +1,9 @@
-"""Damaged checkpoint files on 2 to 4 ranks: the newest checkpoint whose files are whole is loaded, alike on all ranks.
+"""Damaged checkpoint files on 2 to 4 ranks: all ranks load the newest undamaged checkpoint.
 
-In each case ranks save several checkpoints, of NumPy's or of PyTorch's files, in one folder or in one for each rank,
-and some files are damaged. `load` must return a checkpoint with the values that were saved in it, the same on all
-ranks, and no older than the newest one that was not damaged. If none can be loaded, all ranks must raise. A further
-save must keep a checkpoint that can be loaded.
+In each case ranks save several checkpoints as files of NumPy or PyTorch, in one folder or one per rank, and some files
+are damaged. `load` must return the saved values of the same checkpoint on all ranks, which must not be older than the
+newest undamaged one. If none can be loaded, all ranks must raise. A further save must keep a checkpoint that can be
+loaded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.stress.harness import Numbered, numbered
 
-MAX_BYTES = 1 << 30  # of a file that is read
-Damage = Callable[[Path, Path, np.random.Generator], object]  # of a file; beside another one
+MAX_BYTES = 1 << 30  # largest file that is read
+Damage = Callable[[Path, Path, np.random.Generator], object]  # (file, another file, random generator)
 
 
 def _flip(path: Path, other: Path, rng: np.random.Generator) -> None:
@@ -47,7 +47,7 @@ def _compress(path: Path, other: Path, rng: np.random.Generator) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: archive.read(info) for info in archive.infolist()}
-    except zipfile.BadZipFile:  # it was damaged before
+    except zipfile.BadZipFile:  # damaged before
         members = {}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
@@ -88,7 +88,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 class Case:
-    """A case by its number."""
+    """A case, determined by its number."""
 
     def __init__(self, seed: int, number: int) -> None:
         rng = self.rng = np.random.default_rng([seed, number])
@@ -97,7 +97,7 @@ class Case:
         self.suffix = ".pt" if self.torch else ".npz"
 
     def play(self) -> str:
-        """Play it on simulated ranks; return its outcome. An AssertionError is a failure."""
+        """Play the case on simulated ranks and return its outcome. An AssertionError is a failure."""
         with tempfile.TemporaryDirectory() as folder:
             self.root = Path(folder)
             self._save(list(range(1, self.steps + 1)), self.steps)
@@ -120,8 +120,8 @@ class Case:
             assert last == {self.steps + 1}, f"{kinds}: after another save {last} was loaded"
             for path in self.root.rglob(f"step{self.steps + 1}-*"):
                 path.unlink()
-            kept = {result.value for result in self._load()}
-            assert kept == {step}, f"{kinds}: the good one of step {step} was removed"
+            loaded = {result.value for result in self._load()}
+            assert loaded == {step}, f"{kinds}: the good one of step {step} was removed"
             return "loaded the newest" if step == self.steps else "loaded an older one"
 
     def _damage(self, undamaged: set[int]) -> str:
@@ -134,11 +134,11 @@ class Case:
         if path is None or not others:
             return ""
         other = others[self.rng.integers(len(others))]
-        before = {each: each.read_bytes() for each in (path, other)}
+        before = {file: file.read_bytes() for file in (path, other)}
         DAMAGES[kind](path, other, self.rng)
-        for each, content in before.items():
-            if not (each.is_file() and each.stat().st_size < MAX_BYTES and each.read_bytes() == content):
-                undamaged.discard(int(each.name[4:].partition("-")[0]))
+        for file, content in before.items():
+            if not (file.is_file() and file.stat().st_size < MAX_BYTES and file.read_bytes() == content):
+                undamaged.discard(int(file.name[4:].partition("-")[0]))
         return kind
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
@@ -169,11 +169,11 @@ class Case:
     def _load(self) -> list[Any]:
         def program(transport: simulated.SimulatedTransport) -> Any:
             names = {"x": None, "step": None}
-            found = self._module().load(self._folder(transport.rank), names, comm=transport)
-            assert found is not None
-            assert found.step == found.values["step"]
-            np.testing.assert_array_equal(found.values["x"], self._value(found.step, transport.rank))
-            return found.step
+            loaded = self._module().load(self._folder(transport.rank), names, comm=transport)
+            assert loaded is not None
+            assert loaded.step == loaded.values["step"]
+            np.testing.assert_array_equal(loaded.values["x"], self._value(loaded.step, transport.rank))
+            return loaded.step
 
         return simulated.run(self.P, program, catch=True)
 

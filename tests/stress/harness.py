@@ -1,6 +1,6 @@
 """The harness of all attacks: options, reports, cases by number, and real ranks.
 
-An attack makes all its choices from a seed. Each failure is printed with the command that repeats it.
+All choices of an attack follow from a seed. Each failure is printed with a command that repeats it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Any
 from tests.processes import ROOT, mpirun, run_python
 from tests.stress import sanitizers
 
-MARK = "stress: "  # begins the line with which a rank reports
+MARK = "stress: "  # begins the line of a rank's report
 SHOWN = ("progress: ", "FAILED: ", "  repeat: ")  # lines of ranks that are printed at once
 ALGORITHMS = ("split", "butterfly", "allgather", "tree", "dense")
 PROGRESS = 30.0  # seconds between two lines about progress
 CASE_LIMIT, PROCESS_LIMIT, GATHER_LIMIT = 300, 900.0, 90  # seconds
-BROADCAST_LIMIT = 8  # seconds until a broadcast of PyTorch, which hears of no errors of other ranks, gives up
+BROADCAST_LIMIT = 8  # seconds: timeout of PyTorch's broadcasts, which do not notice other ranks' errors
 
 
 @dataclass
 class Report:
-    """What an attack did and found."""
+    """The counts, measurements and failures of an attack."""
 
     attack: str
     seed: int
     counts: Counter[str] = field(default_factory=Counter)  # of events
     figures: dict[str, float] = field(default_factory=dict)  # the largest value of each measurement, with its unit
-    failures: list[tuple[str, str]] = field(default_factory=list)  # descriptions, and the commands that repeat them
+    failures: list[tuple[str, str]] = field(default_factory=list)  # (description, command that repeats it)
     began: float = field(default_factory=time.monotonic)
 
     def measure(self, name: str, value: float) -> None:
@@ -80,15 +80,15 @@ class Report:
 
 
 class Attack:
-    """An attack: one class per module, whose docstring is the attack's help."""
+    """An attack. Each module has one subclass, whose module docstring is the help text."""
 
-    options: tuple[tuple[str, Any, str], ...] = ()  # name, default (a tuple: several values) and meaning of each
+    options: tuple[tuple[str, Any, str], ...] = ()  # (name, default, meaning); a tuple as default: several values
     timeout: float = 20  # SPARSECOMM_TIMEOUT of real ranks, in seconds
     environment: dict[str, str] = {}  # noqa: RUF012 - further variables of real ranks
-    folder: Path  # that real ranks and their starter share
+    folder: Path  # shared by real ranks and their starter
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.report = given, Report(given.attack, given.seed)
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.report = arguments, Report(arguments.attack, arguments.seed)
         self.counts = self.report.counts
         self._last_progress = time.monotonic()
 
@@ -109,30 +109,30 @@ class Attack:
         raise NotImplementedError
 
     def on_rank(self, ranks: Ranks) -> None:
-        """Make the attack as one of the ranks that `start_ranks` has started."""
+        """Make the attack as one of the ranks of `start_ranks`."""
         raise NotImplementedError
 
     def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
-        """Attack the ranks from outside. Called repeatedly, once a rank has printed one of the lines `SHOWN`."""
+        """Attack the ranks from outside. Called again and again, once a rank has printed a line of `SHOWN`."""
 
     def words(self, **other: Any) -> list[str]:
-        """Return the command after ``-m tests.stress``, with other values of some options."""
+        """Return the arguments of ``-m tests.stress``, with some options replaced."""
         words = [self.report.attack, "--seed", str(self.report.seed)]
         for name, default, _ in self.options:
-            value = other.get(name, getattr(self.given, name))
+            value = other.get(name, getattr(self.arguments, name))
             values = list(value) if isinstance(value, (list, tuple)) else [] if value is True else [value]
             if values != (list(default) if isinstance(default, tuple) else [default]):
                 words += [f"--{name.replace('_', '-')}", *map(str, values)]
         return words
 
     def fail(self, what: str, **other: Any) -> None:
-        """Record and print a failure; ``other``: options that repeat it."""
+        """Record and print a failure; ``other``: options for its repetition."""
         repeat = shlex.join(["-m", "tests.stress", *self.words(**other)])
         self.report.failures.append((what, repeat))
         print(f"FAILED: {what}\n  repeat: {repeat}", file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
-        """Print the progress now and then; of real ranks, rank 0 does."""
+        """Print the progress now and then, on rank 0 only."""
         if time.monotonic() - self._last_progress > PROGRESS:
             self._last_progress = time.monotonic()
             print(f"progress: {text}", file=sys.stderr, flush=True)
@@ -140,9 +140,9 @@ class Attack:
     # -- real ranks ---------------------------------------------------------------------------------------------------
 
     def start_ranks(self, P: int, seconds: float, over: str = "mpi", start: Sequence[str] = (), **other: Any) -> None:
-        """Run `on_rank` on P ranks over MPI or gloo, with other options, and add their reports.
+        """Run `on_rank` on P ranks over MPI or gloo, with some options replaced, and add their reports.
 
-        ``start``: arguments of Python that start a command on several hosts; mpirun by default.
+        ``start``: Python arguments that start a command on several hosts; by default mpirun starts the ranks.
         """
         status, output = self.run_ranks(P, seconds, over, start, **other)
         reports = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
@@ -185,14 +185,14 @@ class Attack:
         self.on_rank(ranks)
         sys.stdout.write(f"{MARK}{json.dumps(self.report.as_json())}\n")
         sys.stdout.flush()
-        if any(ranks.gather(bool(self.report.failures))):  # the ranks may be out of step for good
-            time.sleep(1)  # until all ranks have received this
+        if any(ranks.gather(bool(self.report.failures))):  # the ranks may be out of step
+            time.sleep(1)  # lets all ranks receive this
             os._exit(0)
         ranks.close()
 
 
 class Ranks:
-    """This process among real ranks, with a side channel between them that the library does not use.
+    """This process as one of several real ranks, with a side channel that the library does not use.
 
     ``comm`` is the communicator or process group that the library uses; ``new()`` returns another one. ``node`` is the
     value of the option ``nodes``: four ranks are two nodes.
@@ -211,7 +211,7 @@ class Ranks:
 
             def gather(mine: Any) -> list[Any]:
                 barrier, pause = own.Ibarrier(), 1e-5
-                while not barrier.Test():  # other ranks have the cores meanwhile
+                while not barrier.Test():  # leave the cores to other ranks
                     time.sleep(pause)
                     pause = min(1.5 * pause, 1e-3)
                 return own.allgather(mine)
@@ -232,9 +232,9 @@ class Ranks:
             self.close = lambda: dist.destroy_process_group(own)
 
             def gather(mine: Any) -> list[Any]:
-                found = [None] * self.size
-                dist.all_gather_object(found, mine, group=own)
-                return found
+                results = [None] * self.size
+                dist.all_gather_object(results, mine, group=own)
+                return results
 
         self._gather = gather
 
@@ -242,9 +242,9 @@ class Ranks:
         """All-gather objects with signals blocked. If a rank does not come, end the process with a traceback."""
         faulthandler.dump_traceback_later(GATHER_LIMIT, exit=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGINT})
-        found = self._gather(mine)
+        results = self._gather(mine)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return found
+        return results
 
 
 # -- cases by number --------------------------------------------------------------------------------------------------
@@ -253,25 +253,25 @@ SANITIZED = "sanitized", "", "with AddressSanitizer and UndefinedBehaviorSanitiz
 
 
 def numbered(unit: str, cases: int, jobs: int = os.cpu_count() or 1) -> tuple[tuple[str, Any, str], ...]:
-    """Return the options of a `Numbered` attack; ``unit``: the name of its cases."""
+    """Return the options of a `Numbered` attack whose cases are called ``unit``."""
     first = "first", 0, "the number of the first"
     return (unit, cases, "how many"), first, ("jobs", jobs, "processes; 0: only this one")
 
 
 class Numbered(Attack):
-    """An attack of numbered cases, which processes share. A process that crashes costs its part, and is reported."""
+    """An attack of numbered cases, divided among processes. If a process crashes, its part is lost, and reported."""
 
-    unit: str  # the name of the cases, and of the option for their number
-    chunk: int  # how many cases a process checks; with sanitizers a quarter
-    case: object = None  # the current one, which is printed with a failure
+    unit: str  # name of the cases, and of the option for their number
+    chunk: int  # cases per process; a quarter with sanitizers
+    case: object = None  # the current case, printed with a failure
 
     def check(self, number: int) -> None:
         """Check a case. An exception is a failure."""
         raise NotImplementedError
 
     def run(self) -> None:
-        folder = getattr(self.given, "sanitized", "")
-        if not self.given.jobs and not (folder and not sanitizers.within()):
+        folder = getattr(self.arguments, "sanitized", "")
+        if not self.arguments.jobs and not (folder and not sanitizers.within()):
             self._check_all()
         elif not folder:
             self._share(ROOT, {}, self.chunk)
@@ -282,9 +282,9 @@ class Numbered(Attack):
 
     def _check_all(self) -> None:
         watched = -1.0
-        for number in range(self.given.first, self.given.first + getattr(self.given, self.unit)):
+        for number in range(self.arguments.first, self.arguments.first + getattr(self.arguments, self.unit)):
             began = time.monotonic()
-            if began > watched + 1:  # not for each case: this starts a thread
+            if began > watched + 1:  # starts a thread, so not for each case
                 watched = began
                 faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
             try:
@@ -297,8 +297,8 @@ class Numbered(Attack):
         faulthandler.cancel_dump_traceback_later()
 
     def _share(self, root: Path, environment: dict[str, str], chunk: int) -> None:
-        """Check cases in processes, each with the command that a person would type for its part."""
-        first, cases, done = self.given.first, getattr(self.given, self.unit), 0
+        """Check cases in processes, each with the command for its part."""
+        first, cases, done = self.arguments.first, getattr(self.arguments, self.unit), 0
         environment = os.environ | {"PYTHONPATH": str(root)} | environment
 
         def check_part(begin: int) -> tuple[dict[str, Any], Path, str, str]:
@@ -315,11 +315,11 @@ class Numbered(Attack):
                 return part, report, end, log.read()
 
         with tempfile.TemporaryDirectory(prefix="sparsecomm-stress-") as folder:
-            pool = ThreadPoolExecutor(max(1, self.given.jobs))
+            pool = ThreadPoolExecutor(max(1, self.arguments.jobs))
             try:
                 parts = [pool.submit(check_part, number) for number in range(first, first + cases, chunk)]
-                for each in as_completed(parts):
-                    part, report, end, output = each.result()
+                for future in as_completed(parts):
+                    part, report, end, output = future.result()
                     if report.exists():
                         sys.stderr.write(output)
                         self.report.add(json.loads(report.read_text()))

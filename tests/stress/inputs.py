@@ -1,6 +1,6 @@
-"""Damaged profiles and DLPack capsules: each is taken, or refused by an error of the library.
+"""Damaged profiles and DLPack capsules: each is accepted, or refused by an error of the library.
 
-A profile that is taken must predict times. The memory of a capsule must be given back once.
+An accepted profile must predict times. A capsule's memory must be released once.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def use_profile(rng: np.random.Generator) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "profile.json"
             file.write_bytes(raw.tobytes())
-            made = profile.read(file)
+            loaded = profile.read(file)
     else:
-        made = profile.Profile.from_json(damaged_text(text, rng))
+        loaded = profile.Profile.from_json(damaged_text(text, rng))
     problem = Problem(4, 1000, 10, 8.0, 4, 2, True)
     for algorithm in sc.algorithms().values():
-        assert algorithm.predicted_time(problem, made.costs) >= 0, "a time of at least zero"
-    assert profile.Profile.from_json(made.as_json()) == made, "a profile that can be written and read"
+        assert algorithm.predicted_time(problem, loaded.costs) >= 0, "a time of at least zero"
+    assert profile.Profile.from_json(loaded.as_json()) == loaded, "a profile that can be written and read"
 
 
 # -- capsules ---------------------------------------------------------------------------------------------------------
 
 ITEMS = 64  # elements of 8 bytes in the memory of a capsule
-HUGE = 2**60  # elements that no machine has
-TYPES = ((2, 16), (4, 16), (2, 32), (2, 64))  # code and bits of the dtypes that the library takes
+HUGE = 2**60  # more elements than any machine has
+TYPES = ((2, 16), (4, 16), (2, 32), (2, 64))  # code and bits of the accepted dtypes
 SHAPES = ([], [0], [1], [5], [ITEMS], [3, 4], [2, 0, 2**40], [1] * 70, [4, 1, 4])
-alive: set[Exporter] = set()  # a capsule's memory must outlive whoever has taken it
+alive: set[Exporter] = set()  # keeps the memory of capsules alive
 
 
 @dataclass(eq=False)
@@ -57,10 +57,10 @@ class Exporter:
     answer: Any = None
     device: Any = (1, 0)
     old: bool = False  # `__dlpack__` takes no keywords
-    usable: bool = False  # it describes contiguous memory of a float type on the CPU, and truly so
-    deletes: bool = False  # it wants to know when its memory is given back
-    deleted: int = 0  # how often it was
-    kept: list[Any] = field(default_factory=list)
+    usable: bool = False  # correctly describes contiguous CPU memory of a float dtype
+    deletes: bool = False  # has a deleter
+    deleted: int = 0  # calls of the deleter
+    parts: list[Any] = field(default_factory=list)
 
     def __dlpack__(self, **asked: Any) -> Any:
         if self.old and asked:
@@ -74,18 +74,18 @@ class Exporter:
 
     @property
     def consumed(self) -> bool:
-        return "used_dltensor" in repr(self.answer) and self.kept[3] in (b"dltensor", b"dltensor_versioned")
+        return "used_dltensor" in repr(self.answer) and self.parts[3] in (b"dltensor", b"dltensor_versioned")
 
     def delete(self, _: int | None) -> None:
         self.deleted += 1
 
 
 def exporter(rng: np.random.Generator) -> Exporter:
-    """Return an exporter: a third are usable, the others wrong in one respect or more."""
-    made = Exporter(old=bool(rng.random() < 0.3))
+    """Return an exporter. A third are usable, the others have one or more faults."""
+    exported = Exporter(old=bool(rng.random() < 0.3))
     if rng.random() < 0.05:
-        made.answer = [None, 3, b"dltensor", object(), RuntimeError("no"), MemoryError()][rng.integers(6)]
-        return made
+        exported.answer = [None, 3, b"dltensor", object(), RuntimeError("no"), MemoryError()][rng.integers(6)]
+        return exported
     memory = np.zeros(ITEMS + 1)
     t = DLTensor(memory.ctypes.data + (-memory.ctypes.data) % 16, 1, 0, 1, 2, 32, 1, None, None, 0)
     t.code, t.bits = TYPES[rng.integers(len(TYPES))]
@@ -115,7 +115,7 @@ def exporter(rng: np.random.Generator) -> Exporter:
         elif wrong == 7:
             name = [b"used_dltensor", b"used_dltensor_versioned", b"", b"other", None][rng.integers(5)]
         elif wrong == 8:
-            made.device = [None, (), ([], 0), (1,), ("cpu", 0), 7][rng.integers(6)]
+            exported.device = [None, (), ([], 0), (1,), ("cpu", 0), 7][rng.integers(6)]
         elif wrong == 9:
             shape, t.ndim = None, int(rng.choice([-1, -(2**31)]))
         elif wrong == 10:
@@ -127,24 +127,24 @@ def exporter(rng: np.random.Generator) -> Exporter:
         t.shape = (ctypes.c_int64 * max(1, len(shape)))(*shape)
         if strides is not None:
             t.strides = (ctypes.c_int64 * max(1, len(strides)))(*strides)
-    made.usable = (
+    exported.usable = (
         name in ((b"dltensor",) if version[0] > 1 else (b"dltensor", b"dltensor_versioned"))
         and t.device_type == 1
-        and (t.code, t.bits, t.lanes) in {(*each, 1) for each in TYPES}
+        and (t.code, t.bits, t.lanes) in {(*kind, 1) for kind in TYPES}
         and shape is not None
         and min(shape, default=0) >= 0
         and math.prod(shape) <= ITEMS
         and (0 in shape or fits(shape, strides))
         and (0 in shape or (t.data is not None and t.data % (t.bits // 8) == 0))
     )
-    deleter = DELETER(made.delete) if rng.random() < 0.9 else DELETER()
-    made.deletes = bool(deleter)
+    deleter = DELETER(exported.delete) if rng.random() < 0.9 else DELETER()
+    exported.deletes = bool(deleter)
     versioned = name is not None and b"versioned" in name
     managed: Any = Versioned(*version, None, deleter, 0, t) if versioned else Unversioned(t, None, deleter)
-    alive.add(made)
-    made.kept += [memory, managed, deleter, name, t]
-    made.answer = new_capsule(ctypes.addressof(managed), name, None)
-    return made
+    alive.add(exported)
+    exported.parts += [memory, managed, deleter, name, t]
+    exported.answer = new_capsule(ctypes.addressof(managed), name, None)
+    return exported
 
 
 def contiguous(shape: list[int]) -> list[int]:
@@ -161,28 +161,28 @@ def fits(shape: list[int], strides: list[int] | None) -> bool:
 
 
 def take_capsule(rng: np.random.Generator) -> None:
-    made = exporter(rng)
+    exported = exporter(rng)
     calls: tuple[Callable[[], object], ...] = (
-        lambda: sc.topk(made, 1.0),
-        lambda: sc.threshold(made, 0.0),
-        lambda: sc.SparseVector(np.arange(2), np.ones(2), 5).to_dense(out=made),
-        lambda: sc.topk(np.ones(5, np.float32), 2, residual=made),
-        lambda: simulated.run(1, lambda transport: sc.sparse_allreduce(made, 1.0, comm=transport)),
+        lambda: sc.topk(exported, 1.0),
+        lambda: sc.threshold(exported, 0.0),
+        lambda: sc.SparseVector(np.arange(2), np.ones(2), 5).to_dense(out=exported),
+        lambda: sc.topk(np.ones(5, np.float32), 2, residual=exported),
+        lambda: simulated.run(1, lambda transport: sc.sparse_allreduce(exported, 1.0, comm=transport)),
     )
-    which = rng.integers(len(calls))
+    number = rng.integers(len(calls))
     try:
-        calls[which]()
+        calls[number]()
         refused = ""
     except sc.InvalidInputError as error:
         refused = str(error)
-    assert refused or made.usable, "memory that does not describe itself well was taken"
-    needs_a_shape = which in (2, 3)
-    assert not refused or not made.usable or needs_a_shape, f"memory that describes itself well was refused: {refused}"
-    if made.deletes:
-        if made.deleted < made.consumed:
-            gc.collect()  # an exception may have held it
-        assert made.deleted == made.consumed, f"memory was given back {made.deleted} times"
-    alive.discard(made)
+    assert refused or exported.usable, "unusable memory was accepted"
+    needs_a_shape = number in (2, 3)
+    assert not refused or not exported.usable or needs_a_shape, f"usable memory was refused: {refused}"
+    if exported.deletes:
+        if exported.deleted < exported.consumed:
+            gc.collect()  # an exception may hold the memory
+        assert exported.deleted == exported.consumed, f"memory was given back {exported.deleted} times"
+    alive.discard(exported)
     if refused:
         raise sc.InvalidInputError(refused)
 

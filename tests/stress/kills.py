@@ -1,8 +1,8 @@
-"""Kill -9 at random moments of saving and loading: no checkpoint is lost, and none is a mixture.
+"""Kill -9 at random times while saving and loading: no checkpoint is lost, and none is a mixture of two.
 
-Two or three processes over gloo load the newest checkpoint, and then save one after another, until a random one, or
-all, are killed. The next ones must all load the same checkpoint, with the values that were saved in it, which is not
-older than the last one that all ranks have finished to save.
+Two or three processes over gloo load the newest checkpoint and then save new ones, until one or all of them are
+killed. The next processes must all load the same checkpoint with its saved values, and none older than the last one
+that all ranks have saved completely.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import sparsecomm as sc
 from tests.stress.harness import Attack
 
 LIMIT = 60.0  # seconds in which all processes load
-LIVES = 20  # of the processes, in one folder
+LIVES = 20  # starts of the processes per folder
 
 
 class Kills(Attack):
     options = (("kills", 1000, "how many processes, or groups of them, are killed"),)
 
     def run(self) -> None:
-        import sparsecomm.torch  # once, for all processes
+        import sparsecomm.torch  # imported once for all forks
 
         os.environ["SPARSECOMM_TIMEOUT"] = str(self.timeout)
         rng = random.Random(self.report.seed)
-        while self.counts["kills"] < self.given.kills and len(self.report.failures) < 5:
+        while self.counts["kills"] < self.arguments.kills and len(self.report.failures) < 5:
             torch, shared = rng.random() < 0.5, rng.random() < 0.5
             with tempfile.TemporaryDirectory() as folder:
                 self._kill_in(Path(folder), sparsecomm.torch if torch else sc, shared, rng)
 
     def _kill_in(self, root: Path, module: Any, shared: bool, rng: random.Random) -> None:
-        P, finished = rng.choice([2, 3]), 0  # the last step that all ranks have finished to save
+        P, finished = rng.choice([2, 3]), 0  # last step that all ranks have saved
         for life in range(LIVES):
             logs = root / f"log{life}"
             logs.mkdir()
@@ -60,22 +60,22 @@ class Kills(Attack):
                 os.kill(pid, signal.SIGKILL)
             self.counts["kills"] += 1
             time.sleep(rng.choice([0, 0.05]))
-            for pid in pids:  # survivors would wait for the timeout: their launcher ends them
+            for pid in pids:  # like a launcher, since survivors would wait for the timeout
                 os.kill(pid, signal.SIGTERM)
             for pid in pids:
                 os.waitpid(pid, 0)
             words = [[line.split(" ", 1) for line in file.read_text().splitlines()] for file in files if file.exists()]
-            wrong = [text for its in words for kind, text in its if kind == "wrong"]
-            loaded = {int(text) for its in words for kind, text in its if kind == "loaded"}
+            wrong = [text for lines in words for kind, text in lines if kind == "wrong"]
+            loaded = {int(text) for lines in words for kind, text in lines if kind == "loaded"}
             if wrong or len(loaded) > 1 or any(step < finished for step in loaded):
                 self.fail(f"life {life}, {finished} was finished, ranks have loaded {loaded}: {wrong}")
                 return
-            saved = [[int(text) for kind, text in its if kind == "saved"] for its in words]
+            saved = [[int(text) for kind, text in lines if kind == "saved"] for lines in words]
             if len(saved) == P:
                 finished = max(finished, min(max(steps, default=0) for steps in saved))
                 self.counts["saves that all ranks finished"] += min(map(len, saved))
             self.counts["lives that loaded"] += bool(loaded - {0})
-            self.progress(f"{self.counts['kills']} of {self.given.kills} kills")
+            self.progress(f"{self.counts['kills']} of {self.arguments.kills} kills")
 
 
 def live(rank: int, P: int, folder: Path, store: Path, log: Path, module: Any) -> None:
@@ -105,13 +105,13 @@ def load_and_save(rank: int, P: int, folder: Path, store: Path, module: Any, not
         return {"x": torch.from_numpy(array) if module is not sc else array, "step": step}
 
     try:
-        found = module.load(folder, {"x": None, "step": None})
+        loaded = module.load(folder, {"x": None, "step": None})
     except sc.InvalidInputError as error:
         note(f"wrong {error}")
         raise
-    step = found.step if found else 0
-    if found and not (found.values["step"] == step and np.array_equal(found.values["x"], objects(step)["x"])):
-        note(f"wrong values of step {found.values['step']} in {step}")
+    step = loaded.step if loaded else 0
+    if loaded and not (loaded.values["step"] == step and np.array_equal(loaded.values["x"], objects(step)["x"])):
+        note(f"wrong values of step {loaded.values['step']} in {step}")
     note(f"loaded {step}")
     while True:
         step += 1

@@ -1,12 +1,12 @@
-"""Random training runs: events that programs make between and within steps, on 2, 3 or 4 ranks; 4 in two nodes.
+"""Random lives of training jobs: events between and within steps, on 2, 3 or 4 ranks; 4 ranks are two nodes.
 
 A life has a front end (`SparseAdamW` with and without overlap, `register`, `DistributedOptimizer`, `DiLoCo`, arrays and
 JAX), options and a list of events: ranks without batches, warm-ups from learning rate 0, frozen, unfrozen, added and
 moved parameters, changes of states and settings, accumulation, snapshots, NaN, interrupts, slow ranks. After each step
-the ranks' weights are compared, and at density 1.0 with dense training. An error must be one of the library, and be
-raised on all ranks; or the weights must be equal.
+the ranks' weights are compared, and at density 1.0 also with dense training. Either all ranks raise errors of the
+library, or the weights must be equal.
 
-`tests.stress.lives_torch` and `tests.stress.lives_arrays` live them.
+`tests.stress.lives_torch` and `tests.stress.lives_arrays` run the lives.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ import numpy as np
 from tests.stress.harness import Numbered, numbered
 
 TIMEOUT = 6.0  # SPARSECOMM_TIMEOUT
-DEADLINE = 60.0  # seconds for a step, after which ranks hang
-TOLERANCE = 2e-5  # of weights at density 1.0
+DEADLINE = 60.0  # seconds after which a step is considered to hang
+TOLERANCE = 2e-5  # of weights, at density 1.0
 ADAMW = ("adamw", "overlap")
 TORCH = (*ADAMW, "optimizer", "register", "diloco")
 SIMULATED = ("arrays", "reducer", "local", "jax adamw", "jax sparsify", "jax tree")
-FREQUENCIES = (5, 3, 4, 2, 3, 2, 1, 1, 1, 1, 1)  # how often each of these is drawn
+FREQUENCIES = (5, 3, 4, 2, 3, 2, 1, 1, 1, 1, 1)  # relative frequencies of the front ends
 NAMES = ("matrix", "bias", "kernel", "number")  # of parameters
 INTERRUPTED, IN_WORDS = "ok, interrupted", "ok, an error in words on all ranks"
 OK, PARTED, UNLIKE, UNEVEN, HUNG, CRASHED = "ok", "PARTED SILENTLY", "UNLIKE DENSE", "UNEVEN", "HUNG", "CRASHED"
 
-# Ways of `tests.torch.changes`.
+# Changes from `tests.torch.changes`.
 OF_ANY_OPTIMIZER = ("states_cleared", "a_new_defaultdict", "other_weight_decay", "no_weight_decay", "maximize")
 NOT_HERE = (
     "nothing", "states_made_before_the_first_step", "state_of_a_dense_optimizer_loaded", "a_plain_dict", "setstate",
@@ -60,7 +60,7 @@ NOT_HERE = (
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens before or in a step, on one rank or, with ``rank=None``, on all."""
+    """An event before or in a step, on one rank or, with ``rank=None``, on all."""
 
     step: int
     kind: str
@@ -87,32 +87,32 @@ class Life:
         return f"life {self.number}: {self.front}, P={self.P}, {self.options}, {self.habits}; {events or 'no events'}"
 
     def at(self, step: int, kind: str = "", rank: int | None = None) -> list[Event]:
-        """Return the events of a step, of one kind and those of a rank."""
-        found = (event for event in self.events if event.step == step and kind in ("", event.kind))
-        return [event for event in found if rank is None or event.rank in (None, rank)]
+        """Return the events of a step, optionally of one kind or rank."""
+        events = (event for event in self.events if event.step == step and kind in ("", event.kind))
+        return [event for event in events if rank is None or event.rank in (None, rank)]
 
     @property
     def exact(self) -> bool:
-        """Whether dense training is the oracle."""
+        """Whether results must equal dense training."""
         dense = self.options.get("density") == 1.0 and not self.options.get("momentum")
         return dense and self.front in TORCH and self.front != "diloco"
 
     def factor(self, step: int) -> float:
-        """Return by what the learning rate is multiplied."""
+        """Return the factor of the learning rate."""
         return 0.0 if step < self.habits["warm-up"] else 1.0
 
     def gradients(self, step: int, part: int, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-        """Return the gradients of a backward pass of a rank; none if it has no batch."""
+        """Return a rank's gradients of a backward pass; none without a batch."""
         if self.at(step, "no batch", rank):
             return {}
-        unused, found = {event.value for event in self.at(step, "unused", rank)}, {}
+        unused, arrays = {event.value for event in self.at(step, "unused", rank)}, {}
         for name, shape in shapes.items():
             if name not in unused:
                 rng = np.random.default_rng([self.number, step, part, rank, *shape])
-                found[name] = np.asarray(rng.standard_normal(shape) + 0.3, np.float32)
+                arrays[name] = np.asarray(rng.standard_normal(shape) + 0.3, np.float32)
                 if self.at(step, "nan", rank):
-                    found[name].reshape(-1)[:1] = np.nan
-        return found
+                    arrays[name].reshape(-1)[:1] = np.nan
+        return arrays
 
 
 def life_of(seed: int, number: int) -> Life:
@@ -141,14 +141,14 @@ def life_of(seed: int, number: int) -> Life:
         for event in _events(life, choose):
             life.events.append(event)
             used = {name for rank in range(P) for name in life.gradients(event.step, 0, rank, dict.fromkeys(NAMES, ()))}
-            # Frameworks differ about gradients of zeros that come from no rank.
+            # Frameworks treat zero gradients from no rank differently.
             if (len(used) < len(NAMES) and not habits["none"]) or (not used and front == "register"):
                 life.events.pop()
     return life
 
 
 def _kinds(life: Life) -> list[str]:
-    """Return the kinds of events that a life may have, the more frequent ones several times."""
+    """Return the possible kinds of events, more frequent ones several times."""
     front, kinds = life.front, ["no batch", "no batch", "no batch", "slow", "unused"]
     if front in SIMULATED:
         return [*kinds, "nan", "weights", "reload", "lone rate", "lone swap", "discard"]
@@ -158,12 +158,12 @@ def _kinds(life: Life) -> list[str]:
     if front != "register":
         kinds += ["add"]
     if front != "diloco" and not life.habits.get("scaler"):
-        kinds += ["interrupt"]  # PyTorch's scaler scales twice after one
+        kinds += ["interrupt"]  # PyTorch's scaler scales twice after an interrupt
     return kinds + ["unfreeze"] * bool(life.habits["frozen"])
 
 
 def _events(life: Life, choose: random.Random) -> list[Event]:
-    """Return one random event, or an event with one that precedes it or undoes it."""
+    """Return a random event, with the events that must precede or undo it."""
     kind, front = choose.choice(_kinds(life)), life.front
     step, rank = choose.randrange(life.steps), choose.randrange(life.P)
     later = min(step + choose.randint(1, 3), life.steps)
@@ -189,9 +189,10 @@ def _events(life: Life, choose: random.Random) -> list[Event]:
 
         ways = [*WEIGHTS, *GROUPS, *OF_ANY_OPTIMIZER]
         if front in ADAMW:
-            ways = [each for each in WAYS if each not in NOT_HERE]
+            ways = [way for way in WAYS if way not in NOT_HERE]
         if front == "register":
-            ways = [each for each in ways if each not in ("transposed_strides", "channels_last")]  # plain DDP errs, too
+            # Plain DDP fails with these, too.
+            ways = [way for way in ways if way not in ("transposed_strides", "channels_last")]
         if front == "diloco":
             ways = [*WEIGHTS, "states_cleared"]
         way = choose.choice(ways)
@@ -204,10 +205,10 @@ def _events(life: Life, choose: random.Random) -> list[Event]:
 
 
 def digest_of(arrays: Any) -> str:
-    found = hashlib.sha1()
+    sha = hashlib.sha1()
     for array in arrays:
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
+        sha.update(np.ascontiguousarray(array).tobytes())
+    return sha.hexdigest()
 
 
 @dataclass
@@ -215,10 +216,10 @@ class Record:
     """A step of one rank."""
 
     step: int
-    error: tuple[list[str], str] | None = None  # names of its type and bases, and its text
+    error: tuple[list[str], str] | None = None  # (names of its class and base classes, text)
     digest: str = ""
     unlike: float = 0.0  # the largest difference from dense training, relative to the largest weight
-    skipped: int = 0  # events that could not happen
+    skipped: int = 0  # events that were not possible
     interrupts: int = 0
 
     def fail(self, error: BaseException) -> None:
@@ -228,13 +229,13 @@ class Record:
 
 
 def verdict_of(life: Life, records: list[Record], *, again: bool = False) -> tuple[str, str]:
-    """Return the verdict about a step, given the records of all ranks, with reasons.
+    """Return a verdict on a step and the reasons, from the records of all ranks.
 
     ``again``: the step is made again after an interrupt.
     """
     errors = [record.error for record in records if record.error is not None]
     if errors:
-        texts = ["ok" if each.error is None else f"{each.error[0][0]}: {each.error[1]}" for each in records]
+        texts = ["ok" if record.error is None else f"{record.error[0][0]}: {record.error[1]}" for record in records]
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         expected = not again and life.at(max(record.step for record in records), "interrupt")
         if expected and any("InterruptError" in kinds for kinds, _ in errors):
@@ -253,7 +254,7 @@ def verdict_of(life: Life, records: list[Record], *, again: bool = False) -> tup
 
 
 def judge(life: Life, ranks: list[list[Record]]) -> tuple[str, str, int]:
-    """Judge what simulated ranks have recorded."""
+    """Judge the records of simulated ranks."""
     for step in range(life.steps):
         records = [records[step] if step < len(records) else records[-1] for records in ranks]
         verdict = verdict_of(life, records)
@@ -265,24 +266,24 @@ def judge(life: Life, ranks: list[list[Record]]) -> tuple[str, str, int]:
 
 
 class Ranks:
-    """Forked processes: P ranks of PyTorch that live a life, or one with simulated ranks that lives many."""
+    """Forked processes: P ranks of PyTorch for one life, or one process with simulated ranks for many."""
 
     def __init__(self, life: Life) -> None:
         self.folder, self.counts = Path(tempfile.mkdtemp(prefix="sparsecomm-life-")), Counter[str]()
         self.torch = life.front in TORCH
         self.pipes, self.processes, fork = [], [], multiprocessing.get_context("fork")
         for rank in range(life.P if self.torch else 1):
-            mine, its = fork.Pipe()
-            process = fork.Process(target=self.be_child, args=(life, rank, its), daemon=True)
+            mine, child_end = fork.Pipe()
+            process = fork.Process(target=self.be_child, args=(life, rank, child_end), daemon=True)
             process.start()
-            its.close()
+            child_end.close()
             self.pipes.append(mine)
             self.processes.append(process)
 
     def be_child(self, life: Life, rank: int, pipe: Any) -> None:
         status = 1
         try:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the parent
             log = os.open(self.folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -301,8 +302,8 @@ class Ranks:
         os._exit(status)
 
     def receive(self) -> list[Any] | tuple[str, str]:
-        """Return a message of each rank; a verdict if one does not come."""
-        found: list[Any] = []
+        """Return each rank's next message, or a verdict if one is missing."""
+        messages: list[Any] = []
         end = time.monotonic() + DEADLINE * (1 if self.torch else 4)
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(max(0.0, end - time.monotonic())):
@@ -311,11 +312,11 @@ class Ranks:
                 time.sleep(0.3)
                 return HUNG, "\n".join(f"rank {i}: {self.log(i)[:900]}" for i in range(len(self.pipes)))
             try:
-                found.append(pipe.recv())
+                messages.append(pipe.recv())
             except (EOFError, ConnectionResetError):
                 self.processes[rank].join()
                 return CRASHED, f"rank {rank} ended with status {self.processes[rank].exitcode}:\n{self.log(rank)}"
-        return found
+        return messages
 
     def log(self, rank: int) -> str:
         file = self.folder / f"log{rank}"
@@ -372,9 +373,9 @@ class Lives(Numbered):
         super().run()
 
     def check(self, number: int) -> None:
-        import_module("tests.stress.lives_torch")  # in the process that forks
+        import_module("tests.stress.lives_torch")  # in the parent, before it forks
         life = self.case = life_of(self.report.seed, number)
-        life.events = [event for event in life.events if event.kind not in self.given.without.split(",")]
+        life.events = [event for event in life.events if event.kind not in self.arguments.without.split(",")]
         ranks = (None if life.front in TORCH else self.simulated) or Ranks(life)
         verdict = ""
         try:
@@ -388,7 +389,7 @@ class Lives(Numbered):
         self.counts += ranks.counts
         self.counts.update([verdict, f"lives of {life.front}"])
         self.counts["events"] += len(life.events)
-        if self.given.show:
+        if self.arguments.show:
             print(f"{verdict}: {life}; ended at step {step}: {why[:300]}\n", end="", file=sys.stderr, flush=True)
         if not verdict.startswith("ok"):
             raise AssertionError(f"{verdict} in step {step}: {why}")

@@ -1,4 +1,4 @@
-"""Lives of arrays and with JAX, on simulated ranks: see `tests.stress.lives`."""
+"""Lives with arrays and with JAX on simulated ranks: see `tests.stress.lives`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weights() -> dict[str, np.ndarray]:
 
 
 class ArrayLife:
-    """A life on a simulated rank. Subclasses have the front ends: they `make` one, and make steps with it."""
+    """A life on a simulated rank. Subclasses `make` a front end and make steps with it."""
 
     it: Any
 
@@ -71,9 +71,9 @@ class AdamW(ArrayLife):
         options: dict[str, Any] = {"comm": self.transport, "weight_decay": self.decays()}
         self.it = sc.SparseAdamW(self.weights, 0.02, density=self.density, **options)
 
-    def step(self, step: int, given: dict[str, np.ndarray]) -> None:
+    def step(self, step: int, gradients: dict[str, np.ndarray]) -> None:
         self.it.lr, self.it.weight_decay = self.rate(step), self.decays()
-        self.it.step(given)
+        self.it.step(gradients)
 
 
 class Reducer(ArrayLife):
@@ -81,10 +81,10 @@ class Reducer(ArrayLife):
         options: dict[str, Any] = {"op": "mean", "dense_below": 0, "skip_nonfinite": True}
         self.it = sc.Reducer(weights(), self.density, comm=self.transport, **options)
 
-    def step(self, step: int, given: dict[str, np.ndarray]) -> None:
+    def step(self, step: int, gradients: dict[str, np.ndarray]) -> None:
         outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         for name, out in outs.items():
-            self.it.push(name, given.get(name), out)
+            self.it.push(name, gradients.get(name), out)
         done = self.it.wait()
         for name, out in outs.items():
             if done.usable and name not in done.without_gradient:
@@ -98,8 +98,8 @@ class LocalSteps(ArrayLife):
         self.local = {name: value.copy() for name, value in self.weights.items()}
         self.it = sc.LocalSteps(self.local, self.density, comm=self.transport, sync_every=2, fragments=2)
 
-    def step(self, step: int, given: dict[str, np.ndarray]) -> None:
-        for name, g in given.items():
+    def step(self, step: int, gradients: dict[str, np.ndarray]) -> None:
+        for name, g in gradients.items():
             self.local[name] -= np.float32(self.rate(step)) * np.nan_to_num(g)
         self.it.step(self.local)
         self.weights = {name: np.array(value) for name, value in self.it.global_parameters().items()}
@@ -139,11 +139,11 @@ class Jax(ArrayLife):
             return self.sj.sparsify(self.density, dense_below=0, comm=self.transport)
         return None
 
-    def step(self, step: int, given: dict[str, np.ndarray]) -> None:
-        tree = {n: self.jax.numpy.asarray(given.get(n, np.zeros(s, np.float32))) for n, s in SHAPES.items()}
+    def step(self, step: int, gradients: dict[str, np.ndarray]) -> None:
+        tree = {n: self.jax.numpy.asarray(gradients.get(n, np.zeros(s, np.float32))) for n, s in SHAPES.items()}
         optimizer = self.optimizer(step)
         if optimizer is None:
-            if step % 4 == 3:  # another tree, with residuals of its own
+            if step % 4 == 3:  # another tree with its own residuals
                 other = {"a": tree["matrix"], "b": [tree["bias"]]}
                 zeros = self.sj.init_residuals(other)
                 self.sj.allreduce_tree(other, self.density, residuals=zeros, comm=self.transport)
@@ -169,7 +169,7 @@ class Jax(ArrayLife):
 
 
 def be_ranks(pipe: Any) -> None:
-    """Live the lives that come; JAX keeps what it has compiled."""
+    """Run lives from the pipe. JAX's compiled functions are reused."""
     kinds = {"arrays": AdamW, "reducer": Reducer, "local": LocalSteps}
     while True:
         life = pipe.recv()

@@ -1,4 +1,4 @@
-"""Lives with PyTorch, each on ranks of its own, beside dense training: see `tests.stress.lives`."""
+"""Lives with PyTorch, each in new processes, compared with dense training: see `tests.stress.lives`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from tests.stress.lives import ADAMW, Event, Life, Record, digest_of
 from tests.torch import changes
 from tests.torch.changes import GROUPS, MOMENTS, SHAPES, WAYS, WEIGHTS
 
-RATES = (0.02, 0.01)  # of the groups
+RATES = (0.02, 0.01)  # of the parameter groups
 GROUP_TIMEOUT = datetime.timedelta(seconds=12)
 
 
 class InterruptError(Exception):
-    """What the handler of a signal raises."""
+    """Raised by the signal handler."""
 
 
 class Model(torch.nn.ParameterDict):
-    """Its gradients are what it is given."""
+    """A model whose gradients are its input."""
 
-    __call__ = torch.nn.Module.__call__  # which ParameterDict refuses
+    __call__ = torch.nn.Module.__call__  # ParameterDict's raises
 
-    def forward(self, given: dict[str, Any]) -> Any:
-        return torch.stack([(self[n] * g.to(self[n].dtype)).sum().float() for n, g in given.items()]).sum()
+    def forward(self, gradients: dict[str, Any]) -> Any:
+        return torch.stack([(self[n] * g.to(self[n].dtype)).sum().float() for n, g in gradients.items()]).sum()
 
 
 class Training(changes.Training):
-    """A model and its optimizer. ``holder``: what has the exchange's state; ``run``: what goes forward."""
+    """A model and its optimizer. ``holder`` has the exchange's state; ``run`` makes forward passes."""
 
     holder: Any = None
     run: Any
@@ -64,12 +64,12 @@ class Training(changes.Training):
     def advance(self) -> None:
         if self.scheduler is not None and len(self.scheduler.base_lrs) == len(
             self.groups
-        ):  # it follows no other groups
+        ):  # it does not follow other groups
             self.scheduler.step()
 
 
 class TorchLife:
-    """A life on one rank, beside its oracle."""
+    """A life on one rank, and its oracle."""
 
     def __init__(self, life: Life, rank: int) -> None:
         self.life, self.rank, self.exact = life, rank, life.exact
@@ -126,13 +126,13 @@ class TorchLife:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def before(self, step: int) -> None:
-        """Let the events before a step happen."""
+        """Apply the events before a step."""
         for event in self.life.at(step, rank=self.rank):
             if act := getattr(self, f"on_{event.kind.replace(' ', '_')}", None):
                 self.skipped += act(event) is False
         kinds = {event.kind for event in self.life.at(step)}
         if kinds & {"lone rate", "lone swap", "lone move"} or ("nan" in kinds and self.scaler is None):
-            self.exact = False  # after a NaN the residuals keep the finite gradients
+            self.exact = False  # after NaN, residuals contain the finite gradients
         warm_up = self.life.habits["warm-up"]
         if warm_up and step in (0, warm_up) and not self.life.habits["scheduler"]:
             for t in self.both:
@@ -140,7 +140,7 @@ class TorchLife:
                     group["lr"] = RATES[i % 2] * self.life.factor(step)
 
     def on_way(self, event: Event) -> bool:
-        """Change both runs in a way, if the oracle has what it takes."""
+        """Apply a change to both runs, if the oracle supports it."""
         name, sample = event.value, self.both[0]
         if name in GROUPS and (len(sample.groups) != 2 or min(map(len, sample.named_groups())) < 2):
             return False
@@ -173,10 +173,10 @@ class TorchLife:
             t.model[event.value].requires_grad_(True)
 
     def on_unfreeze(self, event: Event) -> bool:
-        """Unfreeze what was frozen at first; if it has no group, add one."""
+        """Unfreeze the parameter that was frozen at first, and add a group if it has none."""
         if self.t.model["frozen"].requires_grad:
             return False
-        for t in reversed(self.both):  # refused: then nothing changes
+        for t in reversed(self.both):  # if it is refused, nothing changes
             if self.life.habits["frozen"] == "unnamed" and self.life.front != "register":
                 t.optimizer.add_param_group({"params": [t.model["frozen"]], "lr": 0.01})
             t.model["frozen"].requires_grad_(True)
@@ -205,9 +205,9 @@ class TorchLife:
         return True
 
     def on_dcp(self, event: Event) -> None:
-        """Get the states as trainers do, before gradients are made.
+        """Get the states like trainers, before the backward pass.
 
-        PyTorch makes a step for it, which gives its own optimizers momentum. So all ranks and the oracle make it.
+        PyTorch makes a step to do so, which changes its optimizers' momentum, so all ranks and the oracle do it.
         """
         for t in self.both:
             t.optimizer.zero_grad()
@@ -219,7 +219,7 @@ class TorchLife:
                 get_optimizer_state_dict(t.model, t.optimizer)
 
     def set(self, group: dict[str, Any], **values: Any) -> None:
-        """Set values of a group on this rank, until the error that follows."""
+        """Set values of a group on this rank, until the resulting error."""
         self.undo.append(partial(group.update, {key: group[key] for key in values}))
         group.update(values)
 
@@ -242,12 +242,12 @@ class TorchLife:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def given(self, step: int, part: int, rank: int, model: Any) -> dict[str, torch.Tensor]:
+    def gradients(self, step: int, part: int, rank: int, model: Any) -> dict[str, torch.Tensor]:
         shapes = {name: tuple(p.shape) for name, p in model.items() if p.requires_grad}
         return {n: torch.from_numpy(g) for n, g in self.life.gradients(step, part, rank, shapes).items()}
 
     def step(self, step: int, *, again: bool = False) -> Record:
-        """Make a step; ``again``: after an interrupt, without another one."""
+        """Make a step; ``again``: repeat it after an interrupt, without another interrupt."""
         interrupts = [] if again else self.life.at(step, "interrupt")
         if interrupts:
             self.kept = [(t.named_groups(), t.saved()) for t in self.both]
@@ -292,14 +292,14 @@ class TorchLife:
         t.advance()
 
     def update(self, step: int) -> None:
-        if self.scaler is None or not self.given(step, 0, self.rank, self.t.model):  # it refuses a step without batches
+        if self.scaler is None or not self.gradients(step, 0, self.rank, self.t.model):  # it needs a batch
             self.t.optimizer.step()
         else:
             self.scaler.step(self.t.optimizer)
             self.scaler.update()
 
     def retried(self, step: int, alarm: float | None) -> None:
-        """Make a step of `SparseAdamW`, or synchronize; after an interrupt go on as the pages say."""
+        """Make a step of `SparseAdamW`, or synchronize; after an interrupt continue as documented."""
         optimizer = self.t.optimizer
         number = optimizer.reducer.step
         act = optimizer.synchronize if self.life.front == "optimizer" else partial(self.update, step)
@@ -307,7 +307,7 @@ class TorchLife:
             with self.interrupts(alarm):
                 act()
         except InterruptError as interrupt:
-            if isinstance(interrupt.__context__, sc.SparseCommError):  # the step had failed when the interrupt came
+            if isinstance(interrupt.__context__, sc.SparseCommError):  # the step had failed before the interrupt
                 raise interrupt.__context__ from None
             waiting = self.life.front == "adamw" and getattr(optimizer._exchange, "exchanged", False)
             if optimizer.reducer.step == number or waiting:
@@ -315,18 +315,18 @@ class TorchLife:
 
     def backward(self, step: int, part: int, *, together: bool) -> None:
         life, t = self.life, self.t
-        given = self.given(step, part, self.rank, t.model)
-        if not given:
+        gradients = self.gradients(step, part, self.rank, t.model)
+        if not gradients:
             if life.front != "register":
                 return
-            ranks = range(life.P)  # DDP needs a pass, of all that any rank uses
-            given = {n: g * 0 for rank in ranks for n, g in self.given(step, part, rank, t.model).items()}
+            ranks = range(life.P)  # DDP needs a pass over all parameters that any rank uses
+            gradients = {n: g * 0 for rank in ranks for n, g in self.gradients(step, part, rank, t.model).items()}
         last = part == life.habits["passes"] - 1 or life.options.get("backward_passes_per_step", 1) > 1
         within: Any = nullcontext()
         if (together or not last) and life.front in ("overlap", "optimizer", "register"):
             within = (t.run if life.front == "register" else t.optimizer).no_sync()
         with within:
-            loss = t.run(given)
+            loss = t.run(gradients)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     @contextmanager
@@ -355,9 +355,9 @@ class TorchLife:
         """Make the step of dense training with the mean of all ranks' gradients."""
         life, totals = self.life, {}
         skipped = {event.rank for event in life.at(step, "nan")}
-        if not skipped or self.scaler is not None:  # which skips the step on these ranks only
+        if not skipped or self.scaler is not None:  # the scaler skips the step on these ranks only
             for rank, part in product(set(range(life.P)) - skipped, range(life.habits["passes"])):
-                for name, value in self.given(step, part, rank, t.model).items():
+                for name, value in self.gradients(step, part, rank, t.model).items():
                     totals[name] = totals[name] + value if name in totals else value
             for name, p in t.model.items():
                 p.grad = (totals[name] / life.P).to(p.dtype) if name in totals else None
@@ -369,9 +369,10 @@ class TorchLife:
         return max(float((p - other).abs().max() / (p.abs().max() + 1e-3)) for p, other in pairs)
 
     def restart(self, step: int) -> bool:
-        """After an interrupt, start again on a new group from the states before the step, if they still fit."""
+        """After an interrupt, restart on a new group from the states before the step, if they still fit."""
         old = self.both
-        if any(event.kind == "dcp" and event.step <= step for event in self.life.events):  # residuals are kept apart
+        # After "dcp" the state does not include residuals.
+        if any(event.kind == "dcp" and event.step <= step for event in self.life.events):
             return False
         if hasattr(self.t.optimizer, "remove"):
             self.t.optimizer.remove()
@@ -388,7 +389,7 @@ class TorchLife:
         return True
 
     def go_on(self, outcomes: list[str]) -> bool:
-        """After an error on all ranks, undo what was wrong, and return whether the life goes on."""
+        """After an error on all ranks, undo its cause, and return whether the life continues."""
         for undo in reversed(self.undo):
             undo()
         self.exact = False

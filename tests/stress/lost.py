@@ -1,9 +1,9 @@
-"""One of four ranks is killed at a random time, again and again; the others go on alike with nothing lost.
+"""One of four ranks is killed at a random time, again and again; the others continue and lose nothing.
 
-Each run is a job of its own under `mpirun --with-ft ulfm`, which sums whole numbers by single calls, or by steps of a
-`Reducer`. All survivors must name the killed rank, and their results and residuals must be those of simulated ranks, of
-which none died: a call counted on all or on none. From then on the sum of residuals and results is conserved, and the
-first call on three ranks is made within 2 s of the kill (``--seconds``).
+Each run is a job under `mpirun --with-ft ulfm`, which sums integers with single calls or with steps of a `Reducer`. All
+survivors must name the killed rank. Their results and residuals must equal those of simulated ranks without a death: a
+call is applied on all ranks or on none. Afterwards the sum of residuals and results is conserved, and the first call
+on three ranks ends within 2 s of the kill (``--seconds``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Calls:
 
 
 class Steps:
-    """Steps of a Reducer. A step counts in part if some of its calls did."""
+    """Steps of a Reducer. A step is applied in part if only some of its calls succeeded."""
 
     def __init__(self, comm: Any, seed: int, algorithm: str) -> None:
         self._seed, self.done = seed, 0
@@ -80,7 +80,7 @@ class Steps:
             self._reducer.wait()
             self.done += 1
         finally:
-            for out in outs.values():  # results that were written count, also in a step that failed
+            for out in outs.values():  # written results count, even in a failed step
                 if np.isinf(out).any():
                     out[:] = 0
             self.applied += np.concatenate([out.reshape(-1) for out in outs.values()])
@@ -103,7 +103,7 @@ class Run:
         return self.kind(comm, self.seed, self.algorithm)
 
     def wrong(self, ranks: list[dict[str, Any]]) -> list[str]:
-        """Compare the survivors with each other, and with ranks of which none died."""
+        """Compare the survivors with each other, and with ranks without a death."""
         wrong, first, lost = [], ranks[0], (self.victim,)
         for r in ranks:
             expected = {"named": lost, "size": P - 1, "lost": lost if self.kind is Steps else (), "done": first["done"]}
@@ -123,7 +123,7 @@ class Run:
         return wrong + self._other_than_simulated(ranks, first["done"])
 
     def _other_than_simulated(self, ranks: list[dict[str, Any]], done: int) -> list[str]:
-        """Compare with ranks of which none died: the call that failed counted nowhere, earlier ones everywhere."""
+        """Compare with ranks without a death: earlier calls are applied on all ranks, the failed one on none."""
 
         def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
             work = self.work(transport)
@@ -141,7 +141,8 @@ class Run:
                 right.append(after)  # earlier calls of the step succeeded
             if self.early:
                 right.append(before)  # the first call of all did not begin
-            for begin, until in pairwise([0, *(ENDS if self.kind is Steps else [ELEMENTS])]):  # a tensor counts alone
+            # Tensors are applied independently.
+            for begin, until in pairwise([0, *(ENDS if self.kind is Steps else [ELEMENTS])]):
                 part, now = slice(begin, until), np.array([r["applied"], r["kept"]])
                 if not any(np.array_equal(now[:, part], state[:, part]) for state in right):
                     wrong.append(f"rank {r['rank']}: elements {begin} to {until} are not those of whole calls")
@@ -153,7 +154,7 @@ class Lost(Numbered):
     options = (*numbered(unit, 200, jobs=0), ("seconds", 2.0, "within which survivors go on"))
 
     def check(self, number: int) -> None:
-        """Kill a rank in one run. The seed of the run is the seed of the attack plus the number of the run."""
+        """Kill a rank in one run. Its seed is the attack's seed plus the run's number."""
         run = self._run = Run(self.report.seed + number)
         self._killed, self._ranks = 0.0, []
         options = "--with-ft", "ulfm"
@@ -165,12 +166,12 @@ class Lost(Numbered):
         for event, value in seconds.items():
             self.report.measure(f"s after the kill until {event}, at most", value)
         wrong, slowest = run.wrong(ranks), seconds["all went on"]
-        if slowest > self.given.seconds:
+        if slowest > self.arguments.seconds:
             wrong.append(f"went on after {slowest:.2f} s")
         assert not wrong, "\n".join(wrong)
 
     def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
-        """Kill a rank once all are ready, and end the job once the others have gone on."""
+        """Kill a rank once all are ready, and end the job once the others have finished."""
         pids = dict(line.split()[1:3] for line in lines if "is ready" in line)
         if len(pids) < P:
             return
@@ -178,15 +179,15 @@ class Lost(Numbered):
         time.sleep(self._run.delay)
         os.kill(int(pids[str(self._run.victim)]), signal.SIGKILL)
         self._killed, deadline = time.monotonic(), time.monotonic() + LIMIT
-        while len(found := sorted(self.folder.glob("rank*"))) < P - 1 and time.monotonic() < deadline:
+        while len(files := sorted(self.folder.glob("rank*"))) < P - 1 and time.monotonic() < deadline:
             if job.poll() is not None:
                 break
             time.sleep(1e-3)
         end(job)
-        self._ranks = [pickle.loads(file.read_bytes()) for file in found]
+        self._ranks = [pickle.loads(file.read_bytes()) for file in files]
 
     def on_rank(self, ranks: Ranks) -> None:
-        run, comm, rank = Run(self.report.seed + self.given.first), ranks.comm, ranks.rank
+        run, comm, rank = Run(self.report.seed + self.arguments.first), ranks.comm, ranks.rank
         work = run.work(comm)
         if not run.early:
             work.step(rank)
@@ -198,19 +199,19 @@ class Lost(Numbered):
             while True:
                 work.step(rank)
         except sc.RankFailedError as error:
-            found = {"rank": rank, "named": error.ranks, "error": str(error), "done": work.done}
+            outcome = {"rank": rank, "named": error.ranks, "error": str(error), "done": work.done}
         times = {"all had raised": time.monotonic()}
         comm = sc.shrink(comm)
         times["all had shrunk"] = time.monotonic()
-        found |= {"size": comm.Get_size(), "lost": work.rebuild(comm)}
-        found |= {"applied": work.applied.copy(), "kept": work.kept.copy()}
+        outcome |= {"size": comm.Get_size(), "lost": work.rebuild(comm)}
+        outcome |= {"applied": work.applied.copy(), "kept": work.kept.copy()}
         work.done += 1  # the gradient of the call that failed is in the residual
         for _ in range(CALLS_AFTER):
             work.step(rank)
             times.setdefault("all went on", time.monotonic())
-        found |= {"applied after": work.applied, "kept after": work.kept, "times": times}
+        outcome |= {"applied after": work.applied, "kept after": work.kept, "times": times}
         temporary: Path = self.folder / f"new{rank}"
-        temporary.write_bytes(pickle.dumps(found))
+        temporary.write_bytes(pickle.dumps(outcome))
         temporary.rename(self.folder / f"rank{rank}")
         while len(list(self.folder.glob("rank*"))) < P - 1:  # a rank that ended would be lost, too
             time.sleep(5e-3)

@@ -1,7 +1,7 @@
 """Damaged messages, by the million: each is refused, or read within its bounds.
 
-A message may be refused with `CollectiveMismatchError`. What is taken must be well formed, and the kernels must be able
-to work with it. Nothing may raise another error, or allocate more than the length of the message allows.
+A message may be refused with `CollectiveMismatchError`. Accepted entries must be well formed and usable by the kernels.
+No message may raise another error, or make the reader allocate more than its length allows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.stress import sanitizers
 from tests.stress.harness import SANITIZED, Numbered, numbered
 from tests.stress.mutations import damaged
 
-_BATCH = 512  # messages from one random generator, with one original
-_ADDRESSES = 2**28  # bytes that a process may map beyond what it has when it begins
+_BATCH = 512  # messages per original and random generator
+_ADDRESSES = 2**28  # bytes of address space that a process may map in addition
 _SIZES = (1, 2, 100, 1000, 70_001, 2**31 - 1, 2**31, 2**40, 2**62)
 _DENSE = 100_000  # elements up to which accepted entries are also added to a dense vector
 _BACKEND = CpuBackend(1)
@@ -37,7 +37,7 @@ _SENDER, _RANK, _ROUND = 1, 3, 2
 class _Target:
     original: NDArray[np.uint8]
     read: Callable[[NDArray[np.uint8]], list[SparseVector]]
-    numbers: list[int]  # that mean something in it
+    numbers: list[int]  # meaningful numbers in it
 
 
 def _vector(n: int, nnz: int, accumulator: np.dtype, wire: Wire, rng: np.random.Generator) -> SparseVector:
@@ -46,8 +46,8 @@ def _vector(n: int, nnz: int, accumulator: np.dtype, wire: Wire, rng: np.random.
     values = rng.standard_normal(len(indices)).astype(accumulator)
     values[rng.random(len(values)) < 0.05] = rng.choice([np.nan, np.inf, -np.inf, 1e-42])
     values[values == 0] = 1
-    made = SparseVector.trusted(indices, values, n, (n,))
-    return made if wire.kind is EXACT else _BACKEND.quantize(made, wire.kind)[0]
+    vector = SparseVector.trusted(indices, values, n, (n,))
+    return vector if wire.kind is EXACT else _BACKEND.quantize(vector, wire.kind)[0]
 
 
 def _target(rng: np.random.Generator) -> _Target:
@@ -56,41 +56,41 @@ def _target(rng: np.random.Generator) -> _Target:
     n = int(rng.choice(_SIZES))
     k = min(n, int(rng.choice([1, 2, 20, 65, 300])))
     signature = CallSignature("tree", 2, 0, wire.code, n, k)
-    mine, theirs = (Messages(signature, rank, accumulator, (n,), _BACKEND) for rank in (_RANK, _SENDER))
-    mine.number = theirs.number = 7
+    receiver, sender = (Messages(signature, rank, accumulator, (n,), _BACKEND) for rank in (_RANK, _SENDER))
+    receiver.number = sender.number = 7
     vectors = [_vector(n, k, accumulator, wire, rng) for _ in range(rng.integers(1, 4))]
     numbers = [n - 1, n, n + 1, k, k + 1, vectors[0].nnz, vectors[0].nnz + 1]
 
     def entries(message: NDArray[np.uint8]) -> list[SparseVector]:
-        return [mine.read_entries(message, wire, _SENDER, _ROUND)]
+        return [receiver.read_entries(message, wire, _SENDER, _ROUND)]
 
     def several(message: NDArray[np.uint8]) -> list[SparseVector]:
-        return mine.read_parcel(message, wire, _SENDER, _ROUND, len(vectors))[0]
+        return receiver.read_parcel(message, wire, _SENDER, _ROUND, len(vectors))[0]
 
     def dense(message: NDArray[np.uint8]) -> list[SparseVector]:
-        mine.read_dense(message, _SENDER, _ROUND, k)
+        receiver.read_dense(message, _SENDER, _ROUND, k)
         return []
 
     def words(message: NDArray[np.uint8]) -> list[SparseVector]:
-        assert all(0 <= word < 2**64 for word in mine.read_parcel(message, wire, _SENDER, _ROUND, 0)[1])
+        assert all(0 <= word < 2**64 for word in receiver.read_parcel(message, wire, _SENDER, _ROUND, 0)[1])
         return []
 
     def control(message: NDArray[np.uint8]) -> list[SparseVector]:
-        raise mine.mismatch(message.tobytes(), _SENDER)
+        raise receiver.mismatch(message.tobytes(), _SENDER)
 
-    made = (
-        (theirs.entries(vectors[0], wire, _ROUND), entries),
-        (theirs.entries(vectors[0], wire, _ROUND), entries),
-        (theirs.parcel(vectors, numbers, wire, _ROUND), several),
-        (theirs.dense(rng.standard_normal(k).astype(accumulator), _ROUND), dense),
-        (theirs.parcel((), rng.integers(0, 2 ** int(rng.integers(1, 64)), k).tolist(), PLAIN, _ROUND), words),
+    choices = (
+        (sender.entries(vectors[0], wire, _ROUND), entries),
+        (sender.entries(vectors[0], wire, _ROUND), entries),
+        (sender.parcel(vectors, numbers, wire, _ROUND), several),
+        (sender.dense(rng.standard_normal(k).astype(accumulator), _ROUND), dense),
+        (sender.parcel((), rng.integers(0, 2 ** int(rng.integers(1, 64)), k).tolist(), PLAIN, _ROUND), words),
         (np.frombuffer(signature.pack(), np.uint8), control),
     )
-    return _Target(*made[rng.integers(len(made))], numbers)
+    return _Target(*choices[rng.integers(len(choices))], numbers)
 
 
 def _check(vectors: list[SparseVector], other: SparseVector) -> bool:
-    """Return whether a rank would take the entries; raise if what it would take is not as it should be."""
+    """Return whether a rank accepts the entries; raise if accepted entries are malformed."""
     if not all(map(_BACKEND.well_formed, vectors)):
         return False
     for v in vectors:
@@ -99,8 +99,8 @@ def _check(vectors: list[SparseVector], other: SparseVector) -> bool:
         assert not v.nnz or (v.indices[0] >= 0 and v.indices[-1] < v.size), "indices in range"
         assert np.all(v.values != 0), "no zeros"
         if v.size == other.size and v.values.dtype == other.values.dtype:
-            kept, _ = _BACKEND.merge_topk(v, other, 5)
-            assert kept.nnz <= 5, "a merge of five entries"
+            merged, _ = _BACKEND.merge_topk(v, other, 5)
+            assert merged.nnz <= 5, "a merge of five entries"
         if v.size <= _DENSE:
             v.to_dense()
     return True
@@ -108,7 +108,7 @@ def _check(vectors: list[SparseVector], other: SparseVector) -> bool:
 
 @lru_cache(1)
 def _batch(seed: int, number: int) -> tuple[_Target, SparseVector, list[NDArray[np.uint8]]]:
-    """Return how messages are read, a vector besides theirs, and the messages."""
+    """Return the reader of the messages, another vector to merge with, and the messages."""
     rng = np.random.default_rng([seed, number])
     target = _target(rng)
     other = _vector(1000, 20, np.dtype(np.float32), PLAIN, rng)
@@ -120,7 +120,7 @@ class DamagedMessages(Numbered):
     options = (*numbered(unit, 10**6), SANITIZED)
 
     def check(self, number: int) -> None:
-        if number == self.given.first and not sanitizers.within():  # they say themselves how much may be allocated
+        if number == self.arguments.first and not sanitizers.within():  # sanitizers limit allocations themselves
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + _ADDRESSES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

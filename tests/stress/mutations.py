@@ -56,8 +56,8 @@ def damaged(
     for begin, part in ((min(safe + 32, length), 0.05), (safe, 0.03), (0, 0.01)):
         chosen = every[rng.random(copies) < part]
         rows[chosen, begin:] = rng.integers(0, 256, (len(chosen), room - begin), np.uint8)
-    for row, its in zip(rows, lengths.tolist(), strict=True):
-        yield row[:its].copy()
+    for row, end in zip(rows, lengths.tolist(), strict=True):
+        yield row[:end].copy()
 
 
 def damaged_text(text: str, rng: np.random.Generator) -> str:
@@ -74,7 +74,7 @@ def damaged_text(text: str, rng: np.random.Generator) -> str:
 
 
 class Failing(Mapping[Any, Any]):
-    """A mapping that is read when it is looked at, one item of which cannot be read."""
+    """A mapping that reads items on access, one of which fails."""
 
     def __init__(self, of: Mapping[Any, Any], key: object, error: type[BaseException]) -> None:
         self._of, self._key, self._error = of, key, error
@@ -157,14 +157,14 @@ def damaged_state(state: Any, rng: np.random.Generator, within: str | None = Non
 
     ``within``: the only key of the state that is damaged; ``None``: any.
     """
-    made = copy.deepcopy(state)
+    result = copy.deepcopy(state)
     if within is not None:
-        return made | {within: damaged_state(made[within], rng)}
+        return result | {within: damaged_state(result[within], rng)}
     if rng.random() < 0.03:
         return _unexpected(rng)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        made = _edited(made, rng)
-    return made
+        result = _edited(result, rng)
+    return result
 
 
 def _edited(value: Any, rng: np.random.Generator) -> Any:
@@ -197,7 +197,7 @@ def _edited(value: Any, rng: np.random.Generator) -> Any:
             value.reverse()
         else:
             inner = _edited(value[at], rng)
-            if at < len(value):  # unless this list contains itself, and has become shorter
+            if at < len(value):  # the list may contain itself, and have become shorter
                 value[at] = inner
         return value
     if (isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")) and rng.random() < 0.8:

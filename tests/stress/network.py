@@ -1,7 +1,7 @@
-"""Ranks in one process, as greenlets, in an order that a seed chooses, whose messages are late and whose ranks fail.
+"""Ranks as greenlets in one process, in an order that a seed determines, with late messages and failing ranks.
 
-At every call of a transport, the next thing to happen is drawn: any rank that can run does, or any message that is
-under way arrives. Only data of one rank to another arrive in the order sent. When nothing can happen, time passes.
+Each call of a transport draws the next event: some rank runs, or some message arrives. Only data between the same two
+ranks arrives in order. If no event is possible, time passes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from greenlet import getcurrent, greenlet
 from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Mismatch, Request
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
 
-TWICE = 0.1  # of control messages that arrive twice
-MAX_EVENTS = 3_000_000  # after which a program does not end
+TWICE = 0.1  # probability that a control message arrives twice
+MAX_EVENTS = 3_000_000  # more events mean that the program does not end
 
 
 class Crash(BaseException):
-    """The end of a rank of which no other rank is informed."""
+    """The end of a rank without notice to other ranks."""
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Message(Request):
 
 
 class Network:
-    """Ranks and the messages between them, which it lets happen. ``violations``: forbidden uses of a transport."""
+    """Ranks, the messages between them, and the choice of events. ``violations``: forbidden uses of a transport."""
 
     def __init__(self, node_of_rank: Sequence[int], seed: int) -> None:
         self.random = random.Random(seed)
@@ -57,7 +57,7 @@ class Network:
         self._met: list[Rank] = []
 
     def run(self, program: Callable[[Rank], None]) -> None:
-        """Run ``program(rank)`` on all ranks until each has returned or crashed. It raises nothing but `Crash`."""
+        """Run ``program(rank)``, which may raise only `Crash`, until all ranks have returned or crashed."""
 
         def task(rank: Rank) -> None:
             try:
@@ -76,7 +76,7 @@ class Network:
         raise AssertionError(f"no end after {MAX_EVENTS} events: {self.ranks}")
 
     def step(self, rank: Rank) -> None:
-        """Let others run, perhaps. Each call of a transport begins with it."""
+        """Let others run, perhaps. Called first in each call of a transport."""
         rank.steps += 1
         if rank.steps == rank.fault_step and rank.fault is not None:
             error, rank.fault = rank.fault, None
@@ -90,14 +90,14 @@ class Network:
             self._hub.switch()
 
     def sleep(self, rank: Rank, peer: int) -> bool:
-        """Wait until something arrives for ``rank``; return whether time has passed instead."""
+        """Wait until a message arrives for ``rank``; return whether time has passed instead."""
         rank.waits_for, rank.aged = peer, False
         self._hub.switch()
         rank.waits_for = None
         return rank.aged
 
     def barrier(self, rank: Rank) -> None:
-        """Wait until all ranks that live and have not ended are here."""
+        """Wait for all ranks that have neither crashed nor ended."""
         self._met.append(rank)
         self._release()
         self._hub.switch()
@@ -114,7 +114,7 @@ class Network:
             self._pass_time()
         elif what < len(self._ready):
             rank = self._ready.pop(what)
-            rank.greenlet.switch(rank)  # the argument counts when the program begins
+            rank.greenlet.switch(rank)  # the argument is used when the program begins
         elif what < len(self._ready) + len(links):
             self._deliver(links[what - len(self._ready)])
         else:
@@ -148,7 +148,7 @@ class Network:
 
 
 class Rank(FailureDetector):
-    """One rank's transport, which raises ``fault`` at step ``fault_step``; one that has crashed sends nothing more."""
+    """One rank's transport, which raises ``fault`` at step ``fault_step``. After a crash it sends nothing."""
 
     library = "stress"
     greenlet: greenlet
@@ -161,12 +161,12 @@ class Rank(FailureDetector):
         self.inbox: dict[tuple[int, int], deque[Message]] = {}
         self.arrived: list[ControlMessage] = []
         self.waits_for: int | None = None
-        self.aged = self.pinged = False  # time has passed; this rank has pinged the one it waits for
+        self.aged = self.pinged = False  # time has passed; this rank has pinged the rank that it waits for
         self._unfinished: list[Message] = []
         self._ticks = 0
 
     def clock(self) -> float:
-        """Return a time that depends on the number of calls only: ranks measure the same in every order."""
+        """Return a time that depends only on the number of calls, so that measurements do not depend on the order."""
         self._ticks += 1
         return 1e-4 * self._ticks
 

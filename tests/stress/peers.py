@@ -1,8 +1,8 @@
 """Damaged messages in whole calls, of every algorithm and wire format.
 
-One message of one rank is replaced by damaged bytes, or by a correct message of other entries or numbers. Each rank
-must raise `CollectiveMismatchError`, or `TransportError` where it waits in vain, or return a well-formed sparse vector.
-After `realign` the next call, without damage, must give the oracle's result on all ranks.
+One message of one rank is replaced with damaged bytes, or with a correct message of other entries or numbers. Each rank
+must raise `CollectiveMismatchError`, or `TransportError` if it waits in vain, or return a well-formed sparse vector.
+After `realign`, the next call must give the oracle's result on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REFUSALS = sc.CollectiveMismatchError, sc.TransportError
 
 
 class Case:
-    """A call on P ranks, after ``calls`` others. Message ``which`` of rank ``victim`` is damaged in it."""
+    """A call on P ranks after ``calls`` others, in which message ``which`` of rank ``victim`` is damaged."""
 
     def __init__(self, seed: int, number: int) -> None:
         rng = self.rng = np.random.default_rng([seed, number])
@@ -42,9 +42,9 @@ class Case:
         self.P = int(rng.integers(2, 6))
         self.n = int(rng.choice([40, 300, 1000, 4000]))
         self.k = max(1, int(self.n * rng.choice([0.02, 0.1, 0.3])))
-        found = find(self.algorithm)
+        algorithm = find(self.algorithm)
         exact = WIRES[self.wire].kind is EXACT
-        counts = exact and found and not found.cannot_count_contributors
+        counts = exact and algorithm and not algorithm.cannot_count_contributors
         ops = ["sum", "mean", *([MEAN_OF_CONTRIBUTORS] if counts else [])]
         self.op = str(rng.choice(ops))
         self.dtype = str(rng.choice(["float32", "float64"])) if exact else "float32"
@@ -66,16 +66,16 @@ class Case:
         name = self.algorithm.removeprefix("hierarchical:")
         if name == "split:2":
             return 2 * self.k
-        found = find(name)
-        return self.k if name != "dense" and found and found.bounded_result else self.n
+        algorithm = find(name)
+        return self.k if name != "dense" and algorithm and algorithm.bounded_result else self.n
 
 
 class Damage:
-    """Replaces the message while ranks are in the damaged call, which are ``armed``; ``done``: it was replaced."""
+    """Replaces the message. ``armed``: ranks in the damaged call; ``done``: whether the message was replaced."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.armed, self.sent, self.done = case, set[int](), 0, False
-        # By the id of a message: the message, which keeps its id from being reused, and what makes another.
+        # Id of a message -> (the message, so that its id is not reused; function that makes another).
         self._others: dict[int, tuple[np.ndarray, Callable[[], np.ndarray]]] = {}
 
     @contextmanager
@@ -91,11 +91,11 @@ class Damage:
             message = entries(messages, vector, wire, round_no)
             return remember(message, lambda: entries(messages, other_vector(vector, wire, rng), wire, round_no))
 
-        def new_parcel(messages: Messages, vectors: Any, its: Any, wire: Wire, round_no: int) -> Any:
+        def new_parcel(messages: Messages, vectors: Any, words: Any, wire: Wire, round_no: int) -> Any:
             def other() -> Any:
-                drawn, sent = list(vectors), list(its)
+                drawn, sent = list(vectors), list(words)
                 if case.damage == "words" or not drawn:
-                    sent = other_words(its, rng, numbers)
+                    sent = other_words(words, rng, numbers)
                 else:
                     at = int(rng.integers(len(drawn)))
                     drawn[at] = other_vector(drawn[at], wire, rng)
@@ -103,7 +103,7 @@ class Damage:
                     drawn = drawn[:-1] if rng.random() < 0.5 else drawn + drawn[:1]
                 return parcel(messages, drawn, sent, wire, round_no)
 
-            return remember(parcel(messages, vectors, its, wire, round_no), other)
+            return remember(parcel(messages, vectors, words, wire, round_no), other)
 
         def new_isend(transport: SimulatedTransport, data: Any, to: int, *rest: Any, **named: Any) -> Any:
             return isend(transport, self._replaced(transport.rank, data), to, *rest, **named)
@@ -115,7 +115,7 @@ class Damage:
             yield
 
     def _replaced(self, rank: int, data: np.ndarray) -> np.ndarray:
-        """Return the message that a rank sends in place of ``data``."""
+        """Return the message that replaces ``data``."""
         case = self.case
         if rank != case.victim or rank not in self.armed:
             return data
@@ -136,7 +136,7 @@ class Damage:
 
 
 def other_vector(vector: SparseVector, wire: Wire, rng: np.random.Generator) -> SparseVector:
-    """Return a vector that a faulty or hostile rank could send instead."""
+    """Return another vector, as from a faulty or hostile rank."""
     n, nnz = vector.size, vector.nnz
     indices, values = vector.indices.copy(), vector.values.copy()
     how = rng.choice(["elsewhere", "moved", "values", "none", "doubled", "swapped", "outside", "zero"])
@@ -209,17 +209,17 @@ def make_calls(case: Case) -> tuple[Damage, list[Outcome]]:
         return Outcome(result, raised, contribution, call(case.calls + 1).to_dense())
 
     with damage.applied():
-        found = run(case.P, program, node_of_rank=case.nodes, catch=True)
-    for rank, each in enumerate(found):
-        if each.error is not None and not isinstance(each.error, sc.TimeoutError):  # else another rank says why
-            raise AssertionError(f"rank {rank} raised {each.error!r}") from each.error
-    outcomes = [each.value for each in found if each.value is not None]
-    assert len(outcomes) == case.P, f"ranks waited in vain: {found}"
+        results = run(case.P, program, node_of_rank=case.nodes, catch=True)
+    for rank, result in enumerate(results):
+        if result.error is not None and not isinstance(result.error, sc.TimeoutError):  # which another rank caused
+            raise AssertionError(f"rank {rank} raised {result.error!r}") from result.error
+    outcomes = [result.value for result in results if result.value is not None]
+    assert len(outcomes) == case.P, f"ranks waited in vain: {results}"
     return damage, outcomes
 
 
 def realign(transport: SimulatedTransport) -> None:
-    """Realign; a rank that has waited for its timeout comes that much later than the others."""
+    """Realign, also if this rank is late because it has waited for its timeout."""
     for _ in range(3):
         with suppress(sc.TimeoutError):
             return sc.realign(transport)

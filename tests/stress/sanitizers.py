@@ -1,7 +1,7 @@
-"""AddressSanitizer and UndefinedBehaviorSanitizer, for attacks whose cases have numbers.
+"""AddressSanitizer and UndefinedBehaviorSanitizer for attacks with numbered cases.
 
-The extension modules that read what others wrote, and the kernels, are built with both in a folder beside a copy of the
-library, where the attack then runs with all memory of Python from malloc.
+Kernels, and extension modules that read foreign data, are built with both sanitizers into a copy of the library. The
+attack runs there, with all of Python's memory from malloc.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ COMPILER = os.environ.get("CXX", "g++")
 _MODULES = {"sparsecomm/backends/_cpu": ("cpp", ["--cplus"]), "sparsecomm/tensors/_dlpack": ("c", [])}
 _FLAGS = ["-O0", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION"]
 _SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-# On the stacks of modules, which greenlets copy: simulated ranks switch in what the library calls.
+# No checks of stacks, since greenlets of simulated ranks copy them.
 _NO_RED_ZONES = ["-mllvm", "-asan-stack=0"] if "clang" in COMPILER else ["--param", "asan-stack=0"]
 
 
 def compile_all(commands: Iterable[Sequence[str]], folder: Path) -> None:
-    """Run compilers, as many at a time as there are cores; raise a CalledProcessError if one fails."""
+    """Run compilers in parallel, one per core; raise a CalledProcessError if one fails."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: subprocess.run(command, cwd=folder, check=True), commands))
 
@@ -38,9 +38,9 @@ def within() -> bool:
 
 
 def build(root: Path) -> bool:
-    """Copy the checkout to ``root`` and build modules with sanitizers in it, unless it is there.
+    """Copy the checkout to ``root`` and build modules with sanitizers there, unless they exist.
 
-    Returns: whether the sanitizers see a write behind the end of an array.
+    Return whether the sanitizers notice a write behind the end of an array.
     """
     if not (root / "tests").exists():
         _build(root)
@@ -65,12 +65,12 @@ def _build(root: Path) -> None:
     compile_all([[COMPILER, *flags_of[s], "-c", s, "-o", f"{s}.o"] for s in sources], root)
     for module, (kind, _) in _MODULES.items():
         objects = [f"{module}.{kind}.o", *(f"{s}.o" for s in kernels if kind == "cpp")]
-        made = f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
-        compile_all([[COMPILER, "-shared", "-pthread", *_SANITIZE, *objects, "-o", made]], root)
+        target = f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        compile_all([[COMPILER, "-shared", "-pthread", *_SANITIZE, *objects, "-o", target]], root)
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that a process needs to load the modules."""
+    """Return the environment variables for processes that load the modules."""
 
     def library(name: str) -> str:
         return subprocess.run([COMPILER, f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout

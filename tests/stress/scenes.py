@@ -1,7 +1,7 @@
 """Scenes that are interrupted on one of two real ranks, or of four in two nodes.
 
-They continue as docs/reference/errors.md says. A scene returns values that must be the same, bit for bit, as
-without an interrupt.
+Scenes continue as in docs/reference/errors.md. They return values that must equal those without an interrupt bit for
+bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TORCH: dict[str, Any] = {"scope": "tensor", "dense_below": 3}
 _LOCAL: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "mean", "wire": "plain", "dense_below": 0}
 
 Arrays = dict[str, np.ndarray]
-Within = Callable[[], AbstractContextManager[Any]]  # a block that one rank is interrupted in
+Within = Callable[[], AbstractContextManager[Any]]  # a block in which one rank is interrupted
 Scene = Callable[[Ranks, Within], Any]
 
 
@@ -42,7 +42,7 @@ def _residuals(reducer: sc.Reducer) -> Arrays:
 
 
 def _again(ranks: Ranks, comm: Any, within: Within, act: Callable[[], Any]) -> None:
-    """Perform an action that makes one call; after an error on any rank, realign and do it again on both."""
+    """Perform an action that makes one call. After an error on any rank, realign and repeat it on all."""
     raised: list[str] = []
     for attempt in range(3):
         before = sc.last_call(comm).number
@@ -54,9 +54,9 @@ def _again(ranks: Ranks, comm: Any, within: Within, act: Callable[[], Any]) -> N
             failed = True
             raised.append(f"{type(error).__name__}: {error}")
             if isinstance(error, InterruptError):
-                time.sleep(0.2)  # a call may have been submitted: it is then made
+                time.sleep(0.2)  # a submitted call is made in the meantime
             skipped = isinstance(error, InterruptError) and sc.last_call(comm).number == before
-            if skipped or "sparsecomm.realign()" in str(error):  # the other one waits in that call, or in realign
+            if skipped or "sparsecomm.realign()" in str(error):  # the other rank waits in that call, or in realign
                 sc.realign(comm)
                 realigned = True
         of_ranks = ranks.gather((failed, realigned))
@@ -79,7 +79,7 @@ def _until(done: Callable[[], bool], act: Callable[[], Any]) -> None:
 
 
 def _first_call(ranks: Ranks, within: Within) -> Any:
-    """A first call. `last_call` says where the gradient is, and the next call is right."""
+    """A first call. `last_call` tells where the gradient is, and the next call is right."""
     comm, x = ranks.new(), np.arange(40, dtype=np.float32) - 17 - ranks.rank
     residual, out = np.ones(40, np.float32), np.empty(40, np.float32)
 
@@ -92,13 +92,13 @@ def _first_call(ranks: Ranks, within: Within) -> Any:
             call()
     except (InterruptError, sc.SparseCommError) as error:
         failed, last = True, sc.last_call(comm)
-        kept = np.array_equal(residual, before + x)
+        added = np.array_equal(residual, before + x)
         if not isinstance(error, InterruptError):
-            assert kept, "after an error of the library the residual is not residual + x"
+            assert added, "after an error of the library the residual is not residual + x"
         elif last.number == 0:
             assert np.array_equal(residual, before), "an interrupt before the call has changed the residual"
         else:
-            assert kept or last.succeeded, "after the call began the residual is not residual + x"
+            assert added or last.succeeded, "after the call began the residual is not residual + x"
         if last.number == 0 if isinstance(error, InterruptError) else "sparsecomm.realign()" in str(error):
             sc.realign(comm)
     if any(ranks.gather(failed)):
@@ -119,7 +119,7 @@ def _trained(kind: str, comm: Any, rank: int, steps: int) -> Subject:
 
 
 def _load(kind: str) -> Scene:
-    """A state that is loaded: on both ranks or on none."""
+    """Both ranks load a state, or none does."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
         comm = ranks.new()
@@ -137,7 +137,7 @@ def _load(kind: str) -> Scene:
 
 
 def _rebuild(kind: str) -> Scene:
-    """A rebuild, made again after an error on one rank: of a reducer on the same communicator, else on a new one."""
+    """A `rebuild`, repeated after an error on one rank: of a reducer on the same communicator, else on a new one."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
         subject = _trained(kind, ranks.new(), ranks.rank, 5)
@@ -149,7 +149,7 @@ def _rebuild(kind: str) -> Scene:
         else:
             attempt, failed = 0, True
             while any(ranks.gather(failed)):
-                comm, failed = ranks.new(), False  # broadcasts over another one may not pair any more
+                comm, failed = ranks.new(), False  # broadcasts over the old one may be out of step
                 act = lambda c=comm: subject.rebuild(c)  # noqa: E731
                 try:
                     with interrupted() if attempt else within():
@@ -169,7 +169,7 @@ def _rebuild(kind: str) -> Scene:
 
 
 def _reducer_step(number: int, **options: Any) -> Scene:
-    """Steps of a reducer, one of which is interrupted; `pushed` and `step` show where to continue."""
+    """Steps of a reducer, one of them interrupted; `pushed` and `step` tell where to continue."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
         reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), nodes=ranks.node, op="sum", dense_below=3, **options)
@@ -190,22 +190,22 @@ def _reducer_step(number: int, **options: Any) -> Scene:
 
 
 def _adamw_step(number: int) -> Scene:
-    """Steps of AdamW, before every other of which weights are compared; one is interrupted, and called again."""
+    """Steps of AdamW, every other one after a comparison of weights; one is interrupted and repeated."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
         weights = _zeros()
         optimizer = sc.SparseAdamW(weights, density=0.2, comm=ranks.new(), nodes=ranks.node, check_weights_every=2)
         for i in range(4):
-            given = gradients(ranks.rank, i)
+            arrays = gradients(ranks.rank, i)
             with within() if i == number else interrupted():
-                _until(lambda i=i: max(optimizer._adamw.steps.values()) > i, lambda g=given: optimizer.step(g))
+                _until(lambda i=i: max(optimizer._adamw.steps.values()) > i, lambda g=arrays: optimizer.step(g))
         return digest((weights, _residuals(optimizer.reducer)))
 
     return scene
 
 
 def _local_step(number: int, delay: int = 0, **options: Any) -> Scene:
-    """Local steps, one of which is interrupted: `round` and `local_step` say how to go on."""
+    """Local steps, one of them interrupted; `round` and `local_step` tell how to continue."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
         parameters = _zeros()
@@ -223,9 +223,9 @@ def _local_step(number: int, delay: int = 0, **options: Any) -> Scene:
                     act()
                 elif not delay:
                     steps.finish(parameters)
-        held = digest(steps.global_parameters())
-        assert held == ranks.gather(held)[0], "global parameters differ between ranks"
-        return None if delay else (held, digest(parameters))
+        weights = digest(steps.global_parameters())
+        assert weights == ranks.gather(weights)[0], "global parameters differ between ranks"
+        return None if delay else (weights, digest(parameters))
 
     return scene
 
@@ -234,7 +234,7 @@ def _local_step(number: int, delay: int = 0, **options: Any) -> Scene:
 
 
 class _Training:
-    """A model and its optimizer, with DDP's hook or with `DistributedOptimizer`; ``saved``: their states."""
+    """A model and its optimizer, with DDP's hook or `DistributedOptimizer`, from the states ``saved`` if any."""
 
     def __init__(self, kind: str, rank: int, comm: Any, saved: Any = None) -> None:
         import torch
@@ -247,8 +247,8 @@ class _Training:
             module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
         named = dict(module.named_parameters())
 
-        def forward(given: Any) -> Any:
-            return sum((p * given[name]).sum() for name, p in named.items())
+        def forward(inputs: Any) -> Any:
+            return sum((p * inputs[name]).sum() for name, p in named.items())
 
         module.forward = forward
         self.model, self.optimizer = module, torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
@@ -270,23 +270,23 @@ class _Training:
     def train(self, step: int) -> None:
         import torch
 
-        given = {name: torch.from_numpy(g) for name, g in gradients(self.rank, step).items()}
+        inputs = {name: torch.from_numpy(g) for name, g in gradients(self.rank, step).items()}
         self.optimizer.zero_grad()
-        self.model(given).backward()
+        self.model(inputs).backward()
         self.optimizer.step()
 
     def go_on(self, step: int) -> None:
-        """Go on after an interrupt as if there had been none: an error says what to do, unless nothing has changed."""
+        """Continue as if there had been no interrupt. An error says what to do, unless nothing has changed."""
         hook = self.kind == "hook"
         if not (self.holder if hook else self.holder._exchange).connected:
             return
-        if hook and step == 0:  # in which DDP itself would wait for the others
+        if hook and step == 0:  # DDP itself would wait for the others
             return
         if not hook and self.holder._exchange._pass_id is None and not self.holder._exchange.step_failed:
             return
         try:
             self.train(step)
-        except RuntimeError:  # of DistributedDataParallel, which has not finished the pass before
+        except RuntimeError:  # DDP has not finished the previous pass
             assert hook
         except sc.InvalidInputError as error:
             if "load a checkpoint" not in str(error) and "synchronize()" not in str(error):
@@ -296,9 +296,9 @@ class _Training:
 
 
 def _torch_step(kind: str, number: int) -> Scene:
-    """Steps of a model in PyTorch, one of which is interrupted: all ranks then begin from what they saved before it.
+    """Steps of a PyTorch model, one of them interrupted. Then all ranks restart from the states before it.
 
-    Before that, the interrupted rank tries to go on as if there had been no interrupt.
+    Before that, the interrupted rank tries to continue as if there had been no interrupt.
     """
 
     def scene(ranks: Ranks, within: Within) -> Any:
@@ -317,14 +317,14 @@ def _torch_step(kind: str, number: int) -> Scene:
                 if kind == "optimizer":
                     training.optimizer.remove()
                 sc.realign(comm)
-                assert sc.sparse_allreduce(np.ones(3, np.float32), 1, comm=comm).nnz == 1  # it can be used again
-                comm = ranks.new()  # the reducers that it had may not be as many on all ranks
+                assert sc.sparse_allreduce(np.ones(3, np.float32), 1, comm=comm).nnz == 1  # it still works
+                comm = ranks.new()  # the old one's number of reducers may differ between ranks
                 training = _Training(kind, ranks.rank, comm, saved)
                 training.train(step)
-        held = digest(training.module.state_dict())
-        assert held == ranks.gather(held)[0], "weights differ between ranks"
+        weights = digest(training.module.state_dict())
+        assert weights == ranks.gather(weights)[0], "weights differ between ranks"
         state = training.holder.state_dict()
-        return held, digest(state.get("sparsecomm", state)["residuals"])
+        return weights, digest(state.get("sparsecomm", state)["residuals"])
 
     return scene
 

@@ -1,14 +1,14 @@
 """Local steps for an hour, over links that lose packets and stall for seconds now and then.
 
-The relay of `bench.slow_network` makes single links stall, and is itself stopped at random times, sometimes for longer
-than the timeout. (With ``--no-network``, a rank is stopped instead.) Two runs alternate: the exchanges of the first
-block, and the exchanges of the second run in the background. All sums are exact. What must hold:
+The relay of `bench.slow_network` stalls single links, and is stopped itself at random times, sometimes for longer than
+the timeout. (With ``--no-network`` a rank is stopped instead.) Of two runs, one blocks during exchanges, and the
+other overlaps them with steps. All sums are exact. The attack checks:
 
-- everything that ranks pushed was applied or is in residuals, and global parameters are the same on all ranks;
-- a stall shorter than the timeout raises nothing. A longer one raises `TimeoutError`, which names another rank, and
-  `TransportError` on other ranks. `realign` and `rebuild` then let the ranks continue. If some ranks applied a round in
-  which others raised, `rebuild` makes global parameters equal, and the count of sums starts again;
-- no rank waits forever, and memory, descriptors and threads do not grow.
+- pushed changes are applied or in residuals, and global parameters are the same on all ranks;
+- a stall shorter than the timeout raises nothing. A longer one raises `TimeoutError` that names another rank, and
+  `TransportError` elsewhere; then `realign` and `rebuild` let the ranks continue. If only some ranks have applied a
+  round, `rebuild` makes global parameters equal, and sums are counted anew;
+- no rank hangs, and memory, descriptors and threads do not grow.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import sparsecomm as sc
 from tests.stress.endurance import resources
 from tests.stress.harness import Attack, Ranks
 
-SYNC_EVERY, STEP = 4, 0.01  # local steps of a round, and seconds of one
-ROUNDS = 4  # between two checks of all ranks
+SYNC_EVERY, STEP = 4, 0.01  # local steps per round, and seconds per step
+ROUNDS = 4  # rounds between two checks
 SIZES = {"a": 150_000, "b": 30_000, "c": 700}
-LONG = 1.7  # a long stall, in timeouts
+LONG = 1.7  # length of a long stall, in timeouts
 NAMED = re.compile(r"for ranks? (\d+)")
-MAX_GROWTH = 32 << 20  # bytes of resident memory: buffers of connections, and of the allocator
+MAX_GROWTH = 32 << 20  # bytes of resident memory, for buffers of connections and of the allocator
 
 
 class Training:
-    """A training of a rank, and the sum of what it has pushed, as a hash.
+    """One rank's training, and a hash of the sum of its changes.
 
-    A hash is the sum of the elements times fixed random numbers, modulo 2^64. It is linear, so hashes can be added.
+    The hash is the sum of elements times fixed random numbers, modulo 2^64. Since it is linear, hashes can be added.
     """
 
     def __init__(self, name: str, comm: Any, rank: int, P: int, seed: int, **options: Any) -> None:
@@ -74,7 +74,7 @@ class Training:
 
     @property
     def applied(self) -> int:
-        """The hash of what the global parameters have lost since `begin`."""
+        """The hash of the change of the global parameters since `begin`."""
         return self.began - self.hash(self.local.global_parameters())
 
     @property
@@ -82,7 +82,7 @@ class Training:
         return zlib.crc32(b"".join(array.tobytes() for array in self.local.global_parameters().values()))
 
     def begin(self) -> None:
-        """Count anew from here, with the global parameters: what local ones differ by may be no multiple of P."""
+        """Count anew from the global parameters, since differences of local ones may be no multiples of P."""
         now = self.local.global_parameters()
         for key, array in self.parameters.items():
             array[:] = now[key]
@@ -104,23 +104,23 @@ class Soak(Attack):
     )
 
     def run(self) -> None:
-        given, P = self.given, self.given.ranks
+        arguments, P = self.arguments, self.arguments.ranks
         network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--launcher", "torchrun", "--no-measure"]
-        network += ["--rate", given.rate, "--rtt", given.rtt, "--loss", given.loss]
-        network += ["--stall", f"{given.stall / 2:g}s/{2 * given.every:g}s"]  # of each link by itself
+        network += ["--rate", arguments.rate, "--rtt", arguments.rtt, "--loss", arguments.loss]
+        network += ["--stall", f"{arguments.stall / 2:g}s/{2 * arguments.every:g}s"]  # each link stalls independently
         self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 0.0
-        self.start_ranks(P, 60 * given.minutes + 240, "gloo", [] if given.no_network else network)
-        # Of a stall that begins when the ranks tell each other how far they are, the library does not hear.
+        self.start_ranks(P, 60 * arguments.minutes + 240, "gloo", [] if arguments.no_network else network)
+        # The library does not notice stalls during the attack's own gathers.
         noticed = self.counts["stalls: long"] * (P - 1) > self.counts["gathers longer than the timeout"]
         if noticed and not self.counts["TimeoutError"]:
             self.fail("nothing timed out in stalls that were longer than the timeout")
 
     def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
         now = time.monotonic()
-        if not self._number:  # the ranks have begun
-            self._number, self._due, self._end = 1, now + self.given.every / 2, now + 60 * self.given.minutes
-        long = self._number % self.given.long == self.given.long // 2
-        seconds = LONG * self.given.timeout if long else float(self._rng.uniform(0.3, self.given.stall))
+        if not self._number:  # the ranks have just begun
+            self._number, self._due, self._end = 1, now + self.arguments.every / 2, now + 60 * self.arguments.minutes
+        long = self._number % self.arguments.long == self.arguments.long // 2
+        seconds = LONG * self.arguments.timeout if long else float(self._rng.uniform(0.3, self.arguments.stall))
         if self._due < now < self._end - 2 * seconds and (stopped := stop_below(job.pid, self._rng)):
             time.sleep(seconds)
             for process in stopped:
@@ -128,23 +128,23 @@ class Soak(Attack):
             self._number += 1
             self.counts["stalls: long" if long else "stalls: short"] += 1
             self.report.measure("s, the longest stall", seconds)
-            self._due = time.monotonic() + float(self._rng.uniform(0.5, 1.5)) * self.given.every
+            self._due = time.monotonic() + float(self._rng.uniform(0.5, 1.5)) * self.arguments.every
 
     def be_rank(self, over: str, folder: str) -> None:
-        self.timeout = self.given.timeout
+        self.timeout = self.arguments.timeout
         super().be_rank(over, folder)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def on_rank(self, ranks: Ranks) -> None:
-        """Train, and look now and then whether all is as it should be."""
+        """Train, with checks now and then."""
         comm, seed, P = ranks.comm, self.report.seed, ranks.size
         blocking = Training("blocking", comm, ranks.rank, P, seed)
         delayed = Training("delayed", comm, ranks.rank, P, seed + 1, fragment_sync_delay=2, algorithm="allgather")
         trainings = (blocking, delayed)
         if ranks.rank == 0:
             print("progress: the ranks have begun", flush=True)
-        end, before = time.monotonic() + 60 * self.given.minutes, None
+        end, before = time.monotonic() + 60 * self.arguments.minutes, None
         checks = 0
         for training in trainings:
             training.begin()
@@ -177,14 +177,14 @@ class Soak(Attack):
                 self.fail(f"rank {ranks.rank}: {grown} more {kind} after {checks} checks")
 
     def _gather(self, ranks: Ranks, mine: Any) -> list[Any]:
-        """All-gather, and count the stalls of which the library does not hear."""
+        """All-gather, and count the stalls that the library does not notice."""
         began = time.monotonic()
         of_ranks = ranks.gather(mine)
         self.counts["gathers longer than the timeout"] += time.monotonic() - began > self.timeout
         return of_ranks
 
     def _try(self, ranks: Ranks, what: str, action: Callable[..., object], *arguments: Any) -> bool:
-        """Perform an action; return whether it succeeded. Check its error."""
+        """Perform an action, check its error, and return whether it succeeded."""
         began = time.monotonic()
         try:
             action(*arguments)
@@ -200,7 +200,7 @@ class Soak(Attack):
         return True
 
     def _check(self, ranks: Ranks, trainings: tuple[Training, ...], when: str) -> bool:
-        """Return whether all ranks have the same global parameters; fail where sums are not conserved. Collective."""
+        """Return whether all ranks have the same global parameters; fail if sums are not conserved. Collective."""
         same = True
         for training in trainings:
             mine = training.checksum, training.pushed, training.kept, training.applied, training.local.round
@@ -208,8 +208,8 @@ class Soak(Attack):
             if len({checksum for checksum, *_ in of_ranks}) > 1:
                 same = False
                 continue
-            pushed, kept = (sum(each[i] for each in of_ranks) for i in (1, 2))
-            if (pushed - kept - ranks.size * mine[3]) % 2**64:
+            pushed, waiting = (sum(record[i] for record in of_ranks) for i in (1, 2))
+            if (pushed - waiting - ranks.size * mine[3]) % 2**64:
                 self.fail(f"rank {ranks.rank}, {training.name}, round {mine[-1]}, {when}: sums are not conserved")
                 training.begin()
             self.counts["checks of sums"] += ranks.rank == 0
@@ -218,7 +218,7 @@ class Soak(Attack):
         return same
 
     def _recover(self, ranks: Ranks, trainings: tuple[Training, ...]) -> None:
-        """Let the ranks meet again, and go on together. Collective."""
+        """Realign and rebuild, so that all ranks continue together. Collective."""
         began = time.monotonic()
         self.counts["recoveries"] += ranks.rank == 0
         for training in trainings:
@@ -241,22 +241,22 @@ class Soak(Attack):
 
 
 def stop_below(parent: int, rng: np.random.Generator) -> list[int]:
-    """Stop the relay below a process, or else one of the ranks; return the processes that were stopped."""
+    """Stop the relay among a process's descendants, or else a rank; return the stopped processes."""
     parents, programs = {}, {}
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
             status = Path("/proc", process, "stat").read_text()
             programs[int(process)] = Path("/proc", process, "cmdline").read_text().split("\0")
         except OSError:
-            continue  # it has ended
+            continue
         parents[int(process)] = int(status.rpartition(")")[2].split()[1])
     below = {parent}
-    while more := {process for process, its in parents.items() if its in below} - below:
+    while more := {process for process, above in parents.items() if above in below} - below:
         below |= more
-    found = [process for process in below if Path(programs[process][0]).name.startswith("relay")]
-    if not found:
+    targets = [process for process in below if Path(programs[process][0]).name.startswith("relay")]
+    if not targets:
         ranks = [p for p in below if programs[p][:2] == [sys.executable, "-m"] and "--on-ranks" in programs[p]]
-        found = [int(rng.choice(ranks))] if ranks else []
-    for process in found:
+        targets = [int(rng.choice(ranks))] if ranks else []
+    for process in targets:
         os.kill(process, signal.SIGSTOP)
-    return found
+    return targets

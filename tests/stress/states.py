@@ -1,8 +1,8 @@
-"""Damaged states, on one rank or on all: either all ranks load equal states, or all refuse and nothing changes.
+"""Damaged states on one rank or on all: either all ranks load equal states, or all refuse and nothing changes.
 
-In each case, ranks train, save their states, train further, and load the states, some of which are damaged. Either
-every rank raises `InvalidInputError` (or the `KeyboardInterrupt` that its state raised), and not a bit of it changes.
-Or all ranks load, and the next steps have the same results on all ranks. This holds for `reshard`, too.
+In each case, ranks train, save their states, train further, and load the states, some of them damaged. Either every
+rank raises `InvalidInputError` (or the `KeyboardInterrupt` of its state), and not a bit changes. Or all ranks load, and
+the next steps have the same results on all ranks. The same holds for `reshard`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REFUSED = ("InvalidInputError", "KeyboardInterrupt")
 
 
 class Outcome(NamedTuple):
-    """The outcome on a rank: the type and the text of its error, whether it changed, and whether it was late."""
+    """A rank's outcome: type and text of its error, whether its state changed, and whether it was late."""
 
     error: str
     raised: str
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Case:
-    """A case by its number, the same on all ranks: a subject, and whose states of it are damaged."""
+    """A case, determined by its number: a subject, and the ranks whose states are damaged."""
 
     seed: int
     number: int
@@ -67,7 +67,7 @@ class Case:
             subject.step()
         subject.finish()
         before, error, raised = digest(subject.own()), "", "loaded"
-        mine = [self._damaged(each, r if self.resharded else rank, subject.part) for r, each in enumerate(states)]
+        mine = [self._damaged(state, r if self.resharded else rank, subject.part) for r, state in enumerate(states)]
         began = time.monotonic()
         try:
             subject.it.load_state_dict(sc.reshard(mine, rank, self.P) if self.resharded else mine[rank])
@@ -75,8 +75,8 @@ class Case:
             error = type(e).__name__
             raised = f"{error}: {e!s:.300}".encode(errors="replace").decode()
         late = time.monotonic() - began > TIMEOUT / 2
-        each = gather(Outcome(error, raised, digest(subject.own()) != before, late))
-        return each, "" if any(one.error for one in each) else _train_further(subject)
+        outcomes = gather(Outcome(error, raised, digest(subject.own()) != before, late))
+        return outcomes, "" if any(one.error for one in outcomes) else _train_further(subject)
 
     def _damaged(self, state: Any, rank: int, part: str | None) -> Any:
         if self.ranks_damaged == "none" or (self.ranks_damaged == "one" and rank != self.victim):
@@ -102,14 +102,14 @@ class Case:
 
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            each, after = zip(*(result.value for result in simulated.run(self.P, program)), strict=True)
-        self.judge(each[0], after)
-        return each[0]
+            outcomes, after = zip(*(result.value for result in simulated.run(self.P, program)), strict=True)
+        self.judge(outcomes[0], after)
+        return outcomes[0]
 
-    def judge(self, each: list[Outcome], after: Sequence[str]) -> None:
-        errors_text = "; ".join(f"rank {rank}: {one.raised}" for rank, one in enumerate(each))
-        what, errors = f"{self.kind}, {self.ranks_damaged}: ", [one.error for one in each]
-        assert not any(one.late for one in each), f"{what}took as long as a timeout: {errors_text}"
+    def judge(self, outcomes: list[Outcome], after: Sequence[str]) -> None:
+        errors_text = "; ".join(f"rank {rank}: {one.raised}" for rank, one in enumerate(outcomes))
+        what, errors = f"{self.kind}, {self.ranks_damaged}: ", [one.error for one in outcomes]
+        assert not any(one.late for one in outcomes), f"{what}took as long as a timeout: {errors_text}"
         if not any(errors):
             assert not any(text.startswith("further steps raised") for text in after), (
                 f"{what}loaded, and further steps fail: {after}"
@@ -118,7 +118,7 @@ class Case:
             return
         assert all(error in REFUSED for error in errors), f"{what}some ranks neither loaded nor refused: {errors_text}"
         assert self.ranks_damaged != "none", f"{what}a good state was refused: {errors_text}"
-        changed = [rank for rank, one in enumerate(each) if one.changed]
+        changed = [rank for rank, one in enumerate(outcomes) if one.changed]
         assert not changed, f"{what}refused, and changed on {changed}: {errors_text}"
 
 
@@ -137,10 +137,10 @@ class States(Numbered):
     options = (*numbered(unit, 10_000), ("over", "simulated", "or mpi, or gloo"))
 
     def run(self) -> None:
-        if self.given.over == "simulated":
+        if self.arguments.over == "simulated":
             super().run()
         else:
-            self.start_ranks(2, 120 + 2.0 * self.given.states, self.given.over)
+            self.start_ranks(2, 120 + 2.0 * self.arguments.states, self.arguments.over)
 
     def check(self, number: int) -> None:
         case = Case(self.report.seed, number, 2 + number % 2)
@@ -149,22 +149,22 @@ class States(Numbered):
     def on_rank(self, ranks: Ranks) -> None:
         warnings.simplefilter("ignore")
         np.seterr(all="ignore")
-        for number in range(self.given.first, self.given.first + self.given.states):
+        for number in range(self.arguments.first, self.arguments.first + self.arguments.states):
             case = Case(self.report.seed, number, ranks.size)
             case.resharded = False
-            each, further = case.play(ranks.comm, ranks.rank, ranks.gather)
+            outcomes, further = case.play(ranks.comm, ranks.rank, ranks.gather)
             after = ranks.gather(further)
             if ranks.rank == 0:
-                self._count(case, each)
+                self._count(case, outcomes)
                 try:
-                    case.judge(each, after)
+                    case.judge(outcomes, after)
                 except AssertionError as wrong:
                     self.fail(f"state {number}, {wrong}", first=number, states=1)
-            if any(one.error not in ("", *REFUSED) for one in each):
+            if any(one.error not in ("", *REFUSED) for one in outcomes):
                 sc.realign(ranks.comm)
-            self.progress(f"{number + 1 - self.given.first} of {self.given.states} states")
+            self.progress(f"{number + 1 - self.arguments.first} of {self.arguments.states} states")
 
-    def _count(self, case: Case, each: list[Outcome]) -> None:
-        outcome = "refused" if each[0].error else "loaded"
+    def _count(self, case: Case, outcomes: list[Outcome]) -> None:
+        outcome = "refused" if outcomes[0].error else "loaded"
         self.counts[f"{case.kind}{' after reshard' if case.resharded else ''}: {outcome}"] += 1
         self.counts["cases"] += 1

@@ -1,8 +1,8 @@
 """Floods of connections from a process that does not know the token, while ranks connect and afterwards.
 
 A stranger sends nothing, a byte now and then, half a hello, a hello with a guessed ticket, or garbage, or it resets the
-connection. Every call must be right, strangers take fewer than 32 descriptors of each rank, and nobody can connect to a
-rank once all ranks are connected.
+connection. Every call must be right, strangers must take fewer than 32 descriptors per rank, and connections must be
+refused once all ranks are connected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.processes import LIMIT
 from tests.stress.harness import ALGORITHMS, Attack, Ranks
 from tests.waiting import until
 
-OPEN_AT_ONCE = 4000  # connections that strangers hold
+OPEN_AT_ONCE = 4000  # simultaneous connections of strangers
 MAX_DESCRIPTORS = 32
-CALLS = 20  # between two agreements of the ranks whether to end
+CALLS = 20  # calls between two agreements on whether to end
 RESET = struct.pack("ii", 1, 0)
 
 
@@ -45,7 +45,7 @@ class Strangers(Attack):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(OPEN_AT_ONCE + 500, hard)), hard))
         self._random, self._held = random.Random(self.report.seed), deque[socket.socket]()
-        self.start_ranks(self.given.ranks, LIMIT, "gloo")
+        self.start_ranks(self.arguments.ranks, LIMIT, "gloo")
         for connection in self._held:
             connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -55,22 +55,23 @@ class Strangers(Attack):
     def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
         """Flood the ranks, once all but the last listen and the last is ready to make its first call."""
         listening = [line.split() for line in lines if "listens" in line]
-        if self._exists("stop") or len(listening) < self.given.ranks - 1 or not any("waits" in line for line in lines):
+        ready = len(listening) >= self.arguments.ranks - 1 and any("waits" in line for line in lines)
+        if self._exists("stop") or not ready:
             return
         time.sleep(0.5)  # the others wait in their first call
         processes, ports = zip(*((int(words[1]), int(words[-1])) for words in listening), strict=True)
         own = {process: descriptors(process) for process in processes}
-        made, half, connected = 0, self.given.connections // 2, False
-        while job.poll() is None and (not connected or made < self.given.connections):
+        attempts, half, connected = 0, self.arguments.connections // 2, False
+        while job.poll() is None and (not connected or attempts < self.arguments.connections):
             for port in ports:
                 self._connect(port, "after all were connected" if connected else "before")
-            made += len(ports)
-            if made % 100 < len(ports):
+            attempts += len(ports)
+            if attempts % 100 < len(ports):
                 for process in processes:
                     self.report.measure("descriptors taken", descriptors(process) - own[process])
-            if made >= half // 2:
+            if attempts >= half // 2:
                 (self.folder / "go").touch()
-            connected = connected or all(self._exists(f"connected{rank}") for rank in range(self.given.ranks))
+            connected = connected or all(self._exists(f"connected{rank}") for rank in range(self.arguments.ranks))
         (self.folder / "stop").touch()
         after = self.counts["connections after all were connected"]
         if self.counts["connections after all were connected, refused"] != after:
@@ -82,7 +83,7 @@ class Strangers(Attack):
         return (self.folder / name).exists()
 
     def _connect(self, port: int, when: str) -> None:
-        """Open a connection, without waiting for it, and let it, or an older one, send something."""
+        """Open a connection without waiting for it, and send something over it or an older one."""
         other = socket.socket()
         other.setblocking(False)
         refused = other.connect_ex(("127.0.0.1", port)) not in (0, errno.EINPROGRESS)
@@ -107,7 +108,7 @@ class Strangers(Attack):
             elif kind == "half":
                 other.send(b"sparsec2" + choose.randbytes(choose.randrange(24)))
             elif kind == "guess":
-                other.send(b"sparsec2" + choose.randbytes(16) + struct.pack("<IHH", self.given.ranks - 1, 0, 1))
+                other.send(b"sparsec2" + choose.randbytes(16) + struct.pack("<IHH", self.arguments.ranks - 1, 0, 1))
             elif kind == "garbage":
                 other.send(choose.randbytes(choose.randrange(1, 5000)))
             elif kind == "reset":
@@ -117,7 +118,7 @@ class Strangers(Attack):
     # -- a rank -------------------------------------------------------------------------------------------------------
 
     def on_rank(self, ranks: Ranks) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self.given.files, self.given.files))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.arguments.files, self.arguments.files))
         from sparsecomm.transport.process_group import joining
 
         class Listening(joining.Connections):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Objects with a state that ranks train, save and load, by name, each with its relative frequency."""
+"""Objects with states, by name and with relative frequencies."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def tensors(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    found = hashlib.sha1()
+    sha = hashlib.sha1()
 
     def add(value: Any) -> None:
         if isinstance(value, Mapping):
             for key in sorted(value, key=repr):
-                found.update(repr(key).encode())
+                sha.update(repr(key).encode())
                 add(value[key])
         elif isinstance(value, (list, tuple)):
-            found.update(f"[{len(value)}".encode())
-            for each in value:
-                add(each)
+            sha.update(f"[{len(value)}".encode())
+            for item in value:
+                add(item)
         elif hasattr(value, "__dlpack__") or isinstance(value, (np.ndarray, np.generic)):
             array = np.ascontiguousarray(value.detach() if hasattr(value, "detach") else value)
-            found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+            sha.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
         else:
-            found.update(repr(value).encode())
+            sha.update(repr(value).encode())
 
     add(value)
-    return found.hexdigest()
+    return sha.hexdigest()
 
 
 def schedule(rng: np.random.Generator) -> dict[str, Any]:
@@ -54,16 +54,16 @@ def schedule(rng: np.random.Generator) -> dict[str, Any]:
 
 
 class Subject:
-    """An object with a state. Subclasses `make` it, and `step` trains it and returns values equal on all ranks.
+    """An object with a state. Subclasses `make` it; `step` trains it and returns values that are equal on all ranks.
 
     All choices follow from ``rng``, which is the same on all ranks.
     """
 
     it: Any
-    # The only key of a state that may be damaged alike on all ranks: PyTorch's optimizers take settings and states that
-    # fail in the next step only.
+    # When all ranks' states are damaged alike, only this key is: PyTorch's optimizers accept settings and states that
+    # fail only in the next step.
     part: str | None = None
-    keys: tuple[str, ...] = ()  # of the state, those whose values are equal on all ranks
+    keys: tuple[str, ...] = ()  # keys of the state whose values are equal on all ranks
 
     def __init__(self, comm: Any, rank: int, rng: np.random.Generator) -> None:
         self.moves = np.random.default_rng([int(rng.integers(2**31)), rank])
@@ -156,7 +156,7 @@ class JaxLocalSteps(Subject):
 
 
 class TorchSubject(Subject):
-    """With parameters of PyTorch. Subclasses `hold` them, and may set the optimizer that steps: ``stepped``."""
+    """A subject with PyTorch parameters. Subclasses `hold` them, and may set ``stepped``, the optimizer that steps."""
 
     stepped: Any = None
 

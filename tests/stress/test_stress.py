@@ -1,4 +1,4 @@
-"""Short forms of the attacks, as the command line makes them: with a fixed seed, and with a new one."""
+"""Short runs of the attacks from the command line, with a fixed seed and with a new one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no 
 
 
 def attack(command: str, seed: int | None = None) -> None:
-    """Run an attack, by default with a new seed; fail with its report if it finds something."""
+    """Run an attack, by default with a new seed; show its report on a failure."""
     seed = secrets.randbits(31) if seed is None else seed
     words = ["-m", "tests.stress", *shlex.split(command)]
     words += [] if "--seed" in words else ["--seed", str(seed)]
@@ -35,7 +35,7 @@ FIXED = [
     "calls --calls 80 --jobs 0",
     "messages --messages 10000 --jobs 0",
     "peers --messages 150 --jobs 0",
-    "peers --messages 1 --first 10066 --jobs 0 --seed 23",  # `split` trusted how many sums reach a bound
+    "peers --messages 1 --first 10066 --jobs 0 --seed 23",  # `split` trusted the number of sums that reach a bound
     "inputs --inputs 200 --jobs 0",
     "states --states 25 --jobs 0",
     pytest.param("lives --lives 20 --jobs 0", marks=needs_process_groups),
@@ -79,16 +79,16 @@ def test_attack_on_real_ranks(command: str) -> None:
 
 @needs_mpirun
 @needs_survivors
-# In calls, at the first call, and in steps. In the first call MPI duplicates the communicator, and Open MPI 5.0.11 now
-# and then ends with a segmentation fault of its own (docs/guides/lost-rank.md): not where every failure counts.
+# Kills in calls, in the first call, and in steps. In the first call MPI duplicates the communicator, where Open MPI
+# 5.0.11 may crash by itself (docs/guides/lost-rank.md), so that seed runs only in exhaustive tests.
 @pytest.mark.parametrize("seed", [exhaustive(1), exhaustive(2), 5])
 def test_a_lost_rank(seed: int) -> None:
-    attack("lost --runs 1 --seconds 60", seed)  # the machine may do much else
+    attack("lost --runs 1 --seconds 60", seed)  # the machine may be busy
 
 
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_messages_and_inputs_under_sanitizers(tmp_path: Path) -> None:
-    for which, cases in (("messages", 3000), ("inputs", 60)):
-        attack(f"{which} --{which} {cases} --sanitized {shlex.quote(str(tmp_path))}/build", 1)
+    for kind, cases in (("messages", 3000), ("inputs", 60)):
+        attack(f"{kind} --{kind} {cases} --sanitized {shlex.quote(str(tmp_path))}/build", 1)

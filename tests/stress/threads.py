@@ -1,7 +1,7 @@
 """Threads: the kernels' pool and scratch memory under ThreadSanitizer, forks beside them, and Python's threads.
 
-A C++ program, `check_threads.cpp`, uses the pool and the scratch memory from several threads at once under the
-sanitizer, and without it beside forks. Then threads of this process make calls, on communicators of their own or one.
+A C++ program, `check_threads.cpp`, uses the pool and scratch memory from several threads at once, under the sanitizer
+or with forks. Then threads of this process make calls on their own communicators or on a shared one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.stress.sanitizers import COMPILER, compile_all
 from tests.threads import CALLS, at_once, calls
 
 FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread"]
-SHARED = ("pool", "buffer")  # the kernels' files that threads share state in
+SHARED = ("pool", "buffer")  # kernel files with state shared by threads
 LIMIT = 3600  # seconds
 KERNELS = ROOT / "kernels" / "cpu"
 
@@ -30,7 +30,7 @@ def build_program(folder: Path, pool_only: bool, *sanitize: str) -> Path:
     kernels = [KERNELS / f"{name}.cpp" for name in SHARED] if pool_only else sorted(KERNELS.glob("*.cpp"))
     flags = [COMPILER, *FLAGS, *sanitize, f"-I{KERNELS}", *([] if pool_only else ["-DKERNELS"])]
     objects = {str(s): str(folder / f"{s.stem}.o") for s in (Path(__file__).with_name("check_threads.cpp"), *kernels)}
-    compile_all([[*flags, "-c", source, "-o", made] for source, made in objects.items()], folder)
+    compile_all([[*flags, "-c", source, "-o", target] for source, target in objects.items()], folder)
     compile_all([[*flags, *objects.values(), "-o", "check_threads"]], folder)
     return folder / "check_threads"
 
@@ -43,16 +43,17 @@ class Threads(Attack):
     )
 
     def run(self) -> None:
-        number, forks = self.given.calls, self.given.forks
+        number, forks = self.arguments.calls, self.arguments.forks
         few = max(1, number // 20)
         self._python_threads(few)
         if shutil.which(COMPILER) is None:
             self.fail(f"no C++ compiler {COMPILER!r}")
             return
         with tempfile.TemporaryDirectory(prefix="sparsecomm-threads-") as folder:
-            sanitized = build_program(Path(folder) / "sanitized", self.given.pool_only, "-fsanitize=thread")
+            sanitized = build_program(Path(folder) / "sanitized", self.arguments.pool_only, "-fsanitize=thread")
             self._run_program(sanitized, "under ThreadSanitizer", few, 0)
-            self._run_program(build_program(Path(folder) / "plain", self.given.pool_only), "with forks", number, forks)
+            plain = build_program(Path(folder) / "plain", self.arguments.pool_only)
+            self._run_program(plain, "with forks", number, forks)
 
     def _run_program(self, program: Path, what: str, number: int, forks: int) -> None:
         command = [str(program), "4", str(number), str(forks), str(self.report.seed)]
@@ -67,14 +68,14 @@ class Threads(Attack):
             self.fail(f"{what}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
     def _python_threads(self, number: int) -> None:
-        """Make calls from four threads, on communicators of their own and on one that all share."""
+        """Make calls from four threads, on their own communicators and on a shared one."""
         rounds, seeds = max(1, number // len(CALLS)), range(self.report.seed, self.report.seed + 4)
         *own, shared = (simulated.run(1, lambda transport: transport)[0].value for _ in range(5))
         expected = [calls(comm, 0, seed, rounds) for comm, seed in zip(own, seeds, strict=True)]
-        for which, comms in (("own communicators", own), ("a shared communicator", [shared] * 4)):
+        for label, comms in (("own communicators", own), ("a shared communicator", [shared] * 4)):
             works = [partial(calls, comm, 0, seed, rounds) for comm, seed in zip(comms, seeds, strict=True)]
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             if at_once(works) != expected:
-                self.fail(f"Python's threads on {which} get other results than one after another")
+                self.fail(f"Python's threads on {label} get other results than one after another")
         faulthandler.cancel_dump_traceback_later()
         self.counts["calls in Python threads"] += 8 * rounds * len(CALLS)

@@ -1,4 +1,4 @@
-"""The structures of DLPack, with ctypes, for capsules made by hand."""
+"""DLPack's structures in ctypes, for handmade capsules."""
 
 from __future__ import annotations
 

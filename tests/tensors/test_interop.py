@@ -17,7 +17,7 @@ from sparsecomm.tensors.interop import CPU, Device, Tensor, as_numpy, as_out, as
 from sparsecomm.tensors.sparse import SparseVector
 from tests.tensors.capsules import DELETER, DLTensor, Unversioned, Versioned, is_capsule, new_capsule
 
-VALUES = np.array([0.5, -1.0, 2.0, 0.0, -0.25, 96.0])  # exact in all four types
+VALUES = np.array([0.5, -1.0, 2.0, 0.0, -0.25, 96.0])  # exact in all four dtypes
 
 
 def bits(dtype: DType) -> np.ndarray:
@@ -67,7 +67,7 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
-# --- what is read -----------------------------------------------------------------------------------------------
+# --- accepted arrays -------------------------------------------------------------------------------------------------
 
 
 def test_reads_without_a_copy_and_keeps_the_array(library: Library, dtype: DType) -> None:
@@ -104,7 +104,7 @@ def test_memory_that_may_not_be_written_may_be_read() -> None:
         assert not as_numpy(t).flags.writeable
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- refused arrays --------------------------------------------------------------------------------------------------
 
 
 def torch_view(offset: int) -> Any:
@@ -152,11 +152,11 @@ def test_refused(case: str) -> None:
         tensor(make(), "gradient")
 
 
-# --- hand-made capsules -----------------------------------------------------------------------------------------
+# --- hand-owner capsules ---------------------------------------------------------------------------------------------
 
 
 class Exporter:
-    """Anything that answers ``__dlpack__``, with or without the arguments of DLPack 1.0."""
+    """An object with ``__dlpack__``, with or without the arguments of DLPack 1.0."""
 
     def __init__(self, capsule: Callable[[], object]) -> None:
         self.capsule = capsule
@@ -176,7 +176,7 @@ class OldExporter(Exporter):
 
 
 class HandMade:
-    """A capsule over 8 float32 of our own, and a count of the calls of its deleter."""
+    """A capsule over 8 float32 numbers, which counts calls of its deleter."""
 
     def __init__(
         self,
@@ -216,28 +216,28 @@ class HandMade:
 
 @pytest.mark.parametrize("version", [None, (1, 0), (1, 7)])
 def test_capsule_is_consumed_and_released_once(version: tuple[int, int] | None) -> None:
-    made = HandMade(version=version)
-    t = tensor(made.exporter, "x", writable=True)
-    assert made.consumed
+    owner = HandMade(version=version)
+    t = tensor(owner.exporter, "x", writable=True)
+    assert owner.consumed
     assert not t.readonly
     view = as_numpy(t)
-    np.testing.assert_array_equal(view, made.memory)
+    np.testing.assert_array_equal(view, owner.memory)
     assert view.flags.writeable
     del t
     part = view[2:]
     del view
-    assert made.deleted == 0, "a view of a view keeps the memory alive"
+    assert owner.deleted == 0, "a view of a view keeps the memory alive"
     del part
     with pytest.raises(InvalidInputError, match="not a fresh DLPack capsule"):
-        tensor(made.exporter, "x")
-    assert made.deleted == 1
+        tensor(owner.exporter, "x")
+    assert owner.deleted == 1
 
 
 def test_capsules_without_a_deleter_with_an_offset_and_with_strides() -> None:
-    made = HandMade()
-    made.managed.deleter = DELETER()
-    tensor(made.exporter, "x")
-    assert made.consumed
+    owner = HandMade()
+    owner.managed.deleter = DELETER()
+    tensor(owner.exporter, "x")
+    assert owner.consumed
     assert as_numpy(tensor(HandMade(byte_offset=12, shape=(5,)).exporter, "x")).tolist() == [3, 4, 5, 6, 7]
     assert tensor(HandMade(shape=(2, 1, 4), strides=(4, -9, 1)).exporter, "x").size == 8
     assert tensor(HandMade(shape=(0, 4), strides=(1, 2), data=0).exporter, "x").size == 0
@@ -262,13 +262,13 @@ def test_capsules_without_a_deleter_with_an_offset_and_with_strides() -> None:
 )
 def test_refused_capsules_are_released(fields: dict[str, Any], pattern: str) -> None:
     shapeless = fields.pop("shapeless", False)
-    made = HandMade(**fields)
+    owner = HandMade(**fields)
     if shapeless:
-        made.managed.tensor.shape = None
+        owner.managed.tensor.shape = None
     with pytest.raises(InvalidInputError, match=rf"^x: .*{pattern}"):
-        tensor(made.exporter, "x")
+        tensor(owner.exporter, "x")
     gc.collect()
-    assert made.deleted == 1
+    assert owner.deleted == 1
 
 
 def test_devices_and_streams() -> None:
@@ -276,33 +276,33 @@ def test_devices_and_streams() -> None:
     for code, device in positions:
         assert tensor(HandMade(device_type=code, device_id=3).exporter, "x").device == device
     assert [str(d) for _, d in positions] == ["cpu", "cuda:3", "cpu", "cuda:3"]
-    made = HandMade(version=None)
-    tensor(made.exporter, "x", stream=2)
-    assert made.exporter.stream == 2  # type: ignore[attr-defined]
+    owner = HandMade(version=None)
+    tensor(owner.exporter, "x", stream=2)
+    assert owner.exporter.stream == 2  # type: ignore[attr-defined]
 
 
 class Exchanged:
-    """Exported by DLPack's C functions as memory of a GPU, and in Python only if the C functions do not suffice."""
+    """An array that DLPack's C functions export as GPU memory, and ``__dlpack__`` only if they do not suffice."""
 
-    made: Any
+    owner: Any
     asked: int | None = None  # stream that `__dlpack__` was asked for
     current = 0x50  # stream
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.made.managed.tensor.device_type, self.made.managed.tensor.device_id
+        return self.owner.managed.tensor.device_type, self.owner.managed.tensor.device_id
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         self.asked = stream
-        return self.made.capsule
+        return self.owner.capsule
 
 
 def test_streams_of_c_functions() -> None:
-    """A tensor is ready on its library's current stream; another stream has to wait, as `__dlpack__` knows how to."""
+    """A tensor is ready on its library's current stream. For another stream, `__dlpack__` must make it wait."""
     word = ctypes.POINTER(ctypes.c_void_p)
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, word)
     def export(array: Exchanged, out: Any) -> int:
-        out[0] = ctypes.addressof(array.made.managed)
+        out[0] = ctypes.addressof(array.owner.managed)
         return 0
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, word)
@@ -323,14 +323,14 @@ def test_streams_of_c_functions() -> None:
         (0x50, 7, 7, True),
     ):
         array = Exchanged()
-        array.made, Exchanged.current = HandMade(device_type=2, device_id=3), stream
-        found = tensor(array, "x", writable=True, stream=asked)
-        assert (found.pointer, found.size) == (array.made.memory.ctypes.data, 8)
-        assert (found.device, found.stream, found.dtype) == (Device("cuda", 3), ready, FLOAT32)
+        array.owner, Exchanged.current = HandMade(device_type=2, device_id=3), stream
+        result = tensor(array, "x", writable=True, stream=asked)
+        assert (result.pointer, result.size) == (array.owner.memory.ctypes.data, 8)
+        assert (result.device, result.stream, result.dtype) == (Device("cuda", 3), ready, FLOAT32)
         assert array.asked == (asked if exported else None)
-        del found
+        del result
         gc.collect()
-        assert array.made.deleted == 1 + exported
+        assert array.owner.deleted == 1 + exported
 
 
 @pytest.mark.parametrize("flags", [1, 2], ids=["read-only", "copied"])
@@ -341,14 +341,14 @@ def test_flags_that_forbid_writing(flags: int) -> None:
 
 
 def test_a_future_version_is_left_to_its_exporter() -> None:
-    made = HandMade(version=(2, 0))
+    owner = HandMade(version=(2, 0))
     with pytest.raises(InvalidInputError, match=r"DLPack version 2\.0 is not supported"):
-        tensor(made.exporter, "x")
-    assert not made.consumed
-    assert made.deleted == 0
+        tensor(owner.exporter, "x")
+    assert not owner.consumed
+    assert owner.deleted == 0
 
 
-# --- lifetime ---------------------------------------------------------------------------------------------------
+# --- lifetime --------------------------------------------------------------------------------------------------------
 
 
 def peak() -> int:
@@ -369,7 +369,7 @@ def test_imports_do_not_leak(library: Library) -> None:
     assert peak() - before < 2**21  # 50,000 leaked capsules would be 5 MB
 
 
-# --- residual and out -------------------------------------------------------------------------------------------
+# --- residual and out ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accept", [as_residual, as_out])
@@ -419,14 +419,14 @@ def test_overlaps() -> None:
     assert not overlap(empty, empty)
 
 
-# --- what an array means that its memory does not hold ----------------------------------------------------------
+# --- arrays whose memory does not hold their values ------------------------------------------------------------------
 
 
 def negated() -> Any:
-    """A tensor of PyTorch whose memory holds ones, and which stands for -1."""
-    made = torch()._neg_view(torch().ones(4))
-    assert made.is_neg()
-    return made
+    """Return a PyTorch tensor whose memory holds ones but whose values are -1."""
+    view = torch()._neg_view(torch().ones(4))
+    assert view.is_neg()
+    return view
 
 
 def test_a_negation_that_is_pending_is_read() -> None:

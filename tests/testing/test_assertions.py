@@ -1,4 +1,4 @@
-"""Assertions about the values of all ranks: what they find, and what they say."""
+"""Assertions about the values of all ranks: the faults that they detect, and their messages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_nothing_is_lost_in_steps(op: Any, wire: Any, dtype: str) -> None:
 
     by_rank = [result.value for result in testing.run(P, program)]
     contributed = [step for gradients, _, _ in by_rank for step in gradients]
-    applied, residuals = by_rank[0][1], [kept for _, _, kept in by_rank]
+    applied, residuals = by_rank[0][1], [residual for _, _, residual in by_rank]
     divisor = P if op == "mean" else 1
     testing.assert_nothing_lost(contributed, applied, residuals, divisor=divisor)
     residuals[1]["x"][7] += 0.5

@@ -1,4 +1,4 @@
-"""Simulated ranks in threads: the same results as in greenlets, frameworks that keep state by thread, and deaths."""
+"""Simulated ranks in threads: results equal to greenlets', frameworks with thread-local state, and deaths."""
 
 from __future__ import annotations
 

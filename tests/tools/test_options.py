@@ -78,10 +78,10 @@ def test_sizes_and_formats_of_bench() -> None:
     parser = argparse.ArgumentParser()
     sweep.add_arguments(parser)
 
-    def parsed(given: str) -> argparse.Namespace:
-        return sweep.parse(parser.parse_args(given.split()))
+    def parsed(text: str) -> argparse.Namespace:
+        return sweep.parse(parser.parse_args(text.split()))
 
-    for given, counts in {
+    for text, counts in {
         "-b 64Ki -e 1MiB": (16384, 65536, 262144),
         "-b 64K -e 1023K": (16000, 64000),
         "-b 4096 -e 4096": (1024,),
@@ -90,7 +90,7 @@ def test_sizes_and_formats_of_bench() -> None:
         "-b 2GB -e 8Gi --dtype float64": (250 * 10**6, 10**9),
         "-b 10 -e 10 --dtype float16": (5,),
     }.items():
-        assert parsed(given).counts == counts
+        assert parsed(text).counts == counts
     assert parsed("").wires == ("auto",)
     assert parsed("--wire all").wires == tuple(WIRES)
     assert parsed("--wire all --dtype float64").wires == ("plain", "packed")

@@ -1,6 +1,6 @@
-"""Changes that programs make to an optimizer between two steps, and runs with them.
+"""Changes that programs make to an optimizer between two steps, and training with these changes.
 
-`WAYS` are found in other people's code: resets and pruning as in ReLoRA, dormant neurons, shared memory as in A3C,
+`WAYS` come from published code: resets and pruning as in ReLoRA, dormant neurons, shared memory as in A3C,
 offloading as in trainers of large models, averages of weights, snapshots, and schedulers of settings. The oracle is
 `torch.optim.AdamW` on the mean of all ranks' gradients, with the same change.
 """
@@ -19,10 +19,10 @@ from torch import nn
 
 from sparsecomm.torch import SparseAdamW
 
-SHAPES = {"matrix": (120, 34), "bias": (14,), "kernel": (5, 3, 4, 2), "number": ()}  # each rank owns some of it
+SHAPES = {"matrix": (120, 34), "bias": (14,), "kernel": (5, 3, 4, 2), "number": ()}  # each rank owns a part
 MOMENTS = "exp_avg", "exp_avg_sq"
-STEPS, CHANGED, LATER = 8, 4, 2  # the change is made before a step; others so many steps later
-TOLERANCE = 1e-5  # of weights and moments at density 1.0
+STEPS, CHANGED, LATER = 8, 4, 2  # steps, step before which the change is made, steps until `Way.later`
+TOLERANCE = 1e-5  # relative, for weights and moments at density 1.0
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Training:
     sparse: bool
     model: nn.ParameterDict
     optimizer: Any
-    snapshot: Any = None  # of weights and optimizer, deep copies from before a step
-    memo: dict[str, Any] = field(default_factory=dict)  # from a change to its `later`
+    snapshot: Any = None  # deep copies of weights and optimizer from before a step
+    memo: dict[str, Any] = field(default_factory=dict)  # passed from a change to its `later`
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))  # the same on all ranks
 
     @property
@@ -49,23 +49,23 @@ class Training:
         return self.optimizer.param_groups
 
     def make_whole(self) -> None:
-        """Replace moments by whole tensors, as after loading a state of dense AdamW. Programs may put them there."""
+        """Replace moments with whole tensors, as after loading a state of dense AdamW."""
         if self.sparse:
             transport = self.optimizer.reducer.transport
-            whole = [self.optimizer.consolidate_state_dict(to) for to in range(transport.size)][transport.rank]
-            for group, its in zip(self.groups, whole["param_groups"], strict=True):
-                for parameter, i in zip(group["params"], its["params"], strict=True):
-                    if i in whole["state"]:
-                        self.optimizer.state[parameter] = whole["state"][i]
+            state = [self.optimizer.consolidate_state_dict(to) for to in range(transport.size)][transport.rank]
+            for group, saved_group in zip(self.groups, state["param_groups"], strict=True):
+                for parameter, i in zip(group["params"], saved_group["params"], strict=True):
+                    if i in state["state"]:
+                        self.optimizer.state[parameter] = state["state"][i]
 
     def each_moment(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Yield the state of a parameter, with the key and the value of each moment."""
+        """Yield each moment as (state of its parameter, key, value)."""
         for state in self.states:
             for key in MOMENTS:
                 yield state, key, state[key]
 
     def replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put new tensors in the places of all moments."""
+        """Replace each moment with a new tensor."""
         for state, key, value in self.each_moment():
             state[key] = change(value)
 
@@ -76,22 +76,22 @@ Change = Callable[[Training], Any]
 @dataclass
 class Way:
     change: Change
-    later: Change | None = None  # made some steps after it
-    at: int = CHANGED  # the step before which it is made
+    later: Change | None = None  # another change, `LATER` steps after the first
+    at: int = CHANGED  # step before which the change is made
     refusable: bool = False  # all ranks may raise an InvalidInputError instead
     whole: bool = False  # whether the change needs whole moments
 
 
-# -- changes that are longer than a line ------------------------------------------------------------------------------
+# -- changes of several lines -----------------------------------------------------------------------------------------
 
 
 def in_place(change: Callable[[torch.Tensor], Any]) -> Change:
-    """Change each moment where it is."""
+    """Return a change of each moment in place."""
     return lambda t: [change(value) for _, _, value in t.each_moment()]
 
 
 def new(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Put new tensors in the places of all moments."""
+    """Return a change that replaces each moment with a new tensor."""
     return lambda t: t.replace(change)
 
 
@@ -155,15 +155,15 @@ def dense_states_put_in(t: Training) -> None:
 
 
 def freed_and_back(t: Training) -> None:
-    kept = [(value, value.data * 0.5) for _, _, value in t.each_moment()]
-    for value, _ in kept:
+    saved = [(value, value.data * 0.5) for _, _, value in t.each_moment()]
+    for value, _ in saved:
         value.data = torch.empty(0)
-    for value, mine in kept:
+    for value, mine in saved:
         value.data = mine
 
 
 def parts_of_one(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the halves of values, as parts of one flat tensor."""
+    """Return half of each value, as parts of one flat tensor."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) * 0.5
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -181,12 +181,12 @@ def weights_in_one(t: Training) -> None:
 
 
 def in_another_type(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Put moments of another dtype; PyTorch cannot mix dtypes in a step."""
+    """Give moments another dtype; PyTorch cannot mix dtypes in a step."""
     return lambda t: t.replace(lambda value: change(value) if t.sparse else change(value).float())
 
 
 def as_reversed(value: torch.Tensor) -> torch.Tensor:
-    """Return half a tensor, whose dimensions lie in memory in reverse order."""
+    """Return half of a tensor's values, with dimensions in reverse order in memory."""
     strides = [math.prod(value.shape[:i]) for i in range(value.ndim)]
     return torch.empty_strided(value.shape, strides).copy_(value * 0.5)
 
@@ -260,7 +260,7 @@ def all_of(dtype: torch.dtype) -> Change:
 
 
 def parameter_replaced(t: Training) -> None:
-    """As in Gaussian splatting: a new parameter gets the state of the old one."""
+    """A new parameter gets the state of the old one, as in Gaussian splatting."""
     old, new = t.model["matrix"], nn.Parameter(t.model["matrix"].detach() * 0.5)
     t.optimizer.state[new] = t.optimizer.state.pop(old)
     params = t.groups[0]["params"]
@@ -269,7 +269,7 @@ def parameter_replaced(t: Training) -> None:
 
 
 def rows_removed(t: Training) -> None:
-    """The parameter stays, as when heads are pruned."""
+    """The parameter object stays, as when attention heads are pruned."""
     matrix = t.model["matrix"]
     matrix.data, matrix.grad = matrix.data[:16], None
     state = t.optimizer.state[matrix]
@@ -286,7 +286,7 @@ RESETS = {
     "moments_and_step_replaced": Way(lambda t: (t.replace(torch.zeros_like), step(lambda: torch.tensor(0.0))(t))),
     "step_zeroed_in_place": Way(states(lambda state: state["step"].zero_())),
     "step_set_forward": Way(states(lambda state: state["step"].add_(1000))),
-    "step_as_python_int": Way(lambda t: step(lambda: 2 if t.sparse else torch.tensor(2.0))(t)),  # PyTorch refuses it
+    "step_as_python_int": Way(lambda t: step(lambda: 2 if t.sparse else torch.tensor(2.0))(t)),  # PyTorch refuses ints
     "states_deleted": Way(lambda t: [t.optimizer.state.pop(p) for group in t.groups for p in group["params"]]),
     "one_state_deleted": Way(lambda t: t.optimizer.state.pop(t.model["matrix"])),
     "states_cleared": Way(lambda t: t.optimizer.state.clear()),
@@ -366,20 +366,20 @@ OTHERS = {
 WAYS: dict[str, Way] = RESETS | PARTS | MEMORY | CHECKPOINTS | SETTINGS | GROUPS | WEIGHTS | OTHERS
 
 
-# -- training runs ----------------------------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
 def gradients(step: int, rank: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1000 * step + rank)
     sizes = {"matrix": 1.0, "bias": 1e-3, "kernel": 0.1, "number": 50.0}
-    sign = 1 if step < CHANGED else -0.25  # which shows what is remembered of earlier steps
+    sign = 1 if step < CHANGED else -0.25  # the change of sign reveals remembered gradients
     return {name: sign * sizes[name] * (torch.randn(s, generator=random) + 0.5) for name, s in SHAPES.items()}
 
 
-def trained(ranks: Sequence[int], each: Way = Way(lambda t: None), steps: int = STEPS, **options: Any) -> Training:  # noqa: B008
-    """Return a training that has ended, on the mean of the gradients of ``ranks``.
+def trained(ranks: Sequence[int], way: Way = Way(lambda t: None), steps: int = STEPS, **options: Any) -> Training:  # noqa: B008
+    """Train on the mean of the gradients of ``ranks``, and return the training.
 
-    ``options``: of `SparseAdamW`; without any, PyTorch's optimizer trains.
+    ``options`` are those of `SparseAdamW`; without any, PyTorch's optimizer trains.
     """
     random = torch.Generator().manual_seed(1)
     model = nn.ParameterDict()
@@ -397,13 +397,13 @@ def trained(ranks: Sequence[int], each: Way = Way(lambda t: None), steps: int = 
     for step in range(steps):
         if step == 2:
             t.snapshot = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
-        if step == each.at:
-            if each.whole:
+        if step == way.at:
+            if way.whole:
                 t.make_whole()
-            each.change(t)
+            way.change(t)
             t.memo["state"] = copy.deepcopy(as_saved(t))
-        if each.later is not None and step == each.at + LATER:
-            each.later(t)
+        if way.later is not None and step == way.at + LATER:
+            way.later(t)
         t.optimizer.zero_grad()
         backward(t.model, [gradients(step, rank) for rank in ranks])
         t.optimizer.step()
@@ -411,53 +411,53 @@ def trained(ranks: Sequence[int], each: Way = Way(lambda t: None), steps: int = 
     return t
 
 
-def backward(model: nn.ParameterDict, given: list[dict[str, torch.Tensor]]) -> None:
-    """Make a backward pass whose gradients are the mean of the given ones."""
+def backward(model: nn.ParameterDict, by_rank: list[dict[str, torch.Tensor]]) -> None:
+    """Make a backward pass whose gradients are the mean over ranks."""
     terms = []
     for name, parameter in model.items():
         if parameter.requires_grad:
-            mean = (torch.stack([each[name] for each in given]).sum(0) / len(given)).to(parameter.dtype)
+            mean = (torch.stack([gradients[name] for gradients in by_rank]).sum(0) / len(by_rank)).to(parameter.dtype)
             mean = mean[: parameter.shape[0]] if parameter.ndim else mean
             terms.append((parameter * mean).sum().double())
     torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def as_saved(t: Training) -> list[dict[str, torch.Tensor]]:
-    """Return step, moments and added values of each parameter as a checkpoint has them; zeros where it has none.
+    """Return each parameter's step, moments and added values as in a checkpoint; zeros if there are none.
 
-    The moments of all ranks are on rank 0; on other ranks there are no states.
+    Rank 0 has the moments of all ranks; other ranks return no states.
     """
     saved = t.optimizer.consolidate_state_dict() if t.sparse else t.optimizer.state_dict()
     if saved is None:
         return []
     numbers: dict[torch.Tensor, int] = {}
-    for ours, its in zip(t.groups, saved["param_groups"], strict=True):
-        numbers.update(zip(ours["params"], its["params"], strict=True))
-    found = []
+    for group, saved_group in zip(t.groups, saved["param_groups"], strict=True):
+        numbers.update(zip(group["params"], saved_group["params"], strict=True))
+    states = []
     for parameter in t.parameters:
         state = {"step": 0.0, **{key: torch.zeros(parameter.shape) for key in MOMENTS}}
         state |= saved["state"].get(numbers[parameter], {})
         own = "last_step", "compensation"
-        found.append({key: torch.as_tensor(state[key]).detach().double() for key in state if key not in own})
-    return found
+        states.append({key: torch.as_tensor(state[key]).detach().double() for key in state if key not in own})
+    return states
 
 
 def differences(mine: Training, oracle: Training) -> list[str]:
-    """Return what differs: weights at the end, and checkpoints after the change and at the end."""
-    found = []
+    """Compare final weights, and checkpoints after the change and at the end; return the differences."""
+    problems = []
     pairs = {f"{name} of the weights": (mine.model[name].detach(), p.detach()) for name, p in oracle.model.items()}
-    for when, (ours, its) in {
+    for when, (states, expected_states) in {
         "after the change": (mine.memo["state"], oracle.memo["state"]),
         "at the end": (mine.memo["end"], oracle.memo["end"]),
     }.items():
-        for name, own, other in zip(SHAPES, ours, its, strict=False):
+        for name, own, other in zip(SHAPES, states, expected_states, strict=False):
             if own.keys() != other.keys():
-                found.append(f"the state of {name} {when} has {sorted(own)}, not {sorted(other)}")
+                problems.append(f"the state of {name} {when} has {sorted(own)}, not {sorted(other)}")
             pairs |= {f"{key} of {name} {when}": (own[key], value) for key, value in other.items() if key in own}
     for what, (value, expected) in pairs.items():
         size = max(float(expected.double().abs().max()), 1e-12)
         if value.shape != expected.shape:
-            found.append(f"{what}: shape {tuple(value.shape)}, not {tuple(expected.shape)}")
+            problems.append(f"{what}: shape {tuple(value.shape)}, not {tuple(expected.shape)}")
         elif not (error := float((value.double() - expected.double()).abs().max()) / size) <= TOLERANCE:
-            found.append(f"{what}: {error:.1e} away")
-    return found
+            problems.append(f"{what}: {error:.1e} away")
+    return problems

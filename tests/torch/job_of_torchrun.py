@@ -1,4 +1,4 @@
-"""A job of torchrun: before it has a process group, every call is refused; then all sum. See `test_training.py`."""
+"""A torchrun job. Calls are refused until there is a process group. See `test_training.py`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mpi4py import MPI  # noqa: E402
 
 with pytest.raises(sc.InvalidInputError, match="WORLD_SIZE=2"):
     sc.sparse_allreduce(x, 4, comm=MPI.COMM_WORLD)
-assert sc.sparse_allreduce(x, 4, comm=MPI.COMM_SELF).values.tolist() == [1, 1, 1, 1]  # alone on purpose
+assert sc.sparse_allreduce(x, 4, comm=MPI.COMM_SELF).values.tolist() == [1, 1, 1, 1]  # a world of one is intended
 
 if "jax" in sys.argv:
     import jax.numpy as jnp
@@ -62,15 +62,15 @@ for comm in (None, GROUP):
     if "jax" in sys.argv:
         assert sparsecomm.jax.sparse_allreduce(jnp.ones(4), 4, comm=comm).tolist() == [2, 2, 2, 2]
 CALLS["broadcast_parameters"]()
-optimizer.synchronize()  # the gradients of the pass that was refused
+optimizer.synchronize()  # exchanges the gradients of the refused pass
 assert optimizer.reducer.counters.bytes_sent > 0
 
 halves = [dist.new_group([rank]) for rank in range(2)]
-assert sc.sparse_allreduce(x, 4, comm=halves[RANK]).values.tolist() == [1, 1, 1, 1]  # a group of one is meant
+assert sc.sparse_allreduce(x, 4, comm=halves[RANK]).values.tolist() == [1, 1, 1, 1]  # a group of one is intended
 with pytest.raises(sc.InvalidInputError, match=r"not a member of the group"):
     sc.sparse_allreduce(x, 4, comm=halves[1 - RANK])
 with pytest.raises(sc.InvalidInputError, match=r"rank \d: comm is 3.*process group of torch.distributed"):
     sc.sparse_allreduce(x, 4, comm=3)
-dist.barrier()  # rank 0 has the store, which rank 1 may still need for its own group
+dist.barrier()  # rank 1 may still need rank 0's store for its own group
 print(f"rank {RANK} is done\n", end="")
 dist.destroy_process_group()

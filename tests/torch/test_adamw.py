@@ -1,6 +1,6 @@
-"""`sparsecomm.torch.SparseAdamW` on simulated ranks, besides what `tests/optimizers/test_contract.py` tests.
+"""`sparsecomm.torch.SparseAdamW` on simulated ranks, in addition to `tests/optimizers/test_contract.py`.
 
-Exchanges in backward passes of several ranks: training_adamw.py.
+For exchanges in backward passes of several ranks see `training_adamw.py`.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def test_a_pass_that_would_lose_what_was_exchanged_is_refused() -> None:
 
 
 def test_loss_scaling() -> None:
-    """What overflows on one rank is left out: its part in that step."""
+    """The rank whose gradients overflow does not contribute to that step."""
 
     def program(transport: simulated.SimulatedTransport) -> tuple[list[bytes], list[float]]:
         mine, scaler = OfTorch(transport, **RULE), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
         scales = []
         for step in range(8):
             mine.it.zero_grad()
-            given = gradients(step, transport.rank)
+            arrays = gradients(step, transport.rank)
             if step in (0, 4) and transport.rank == 1:
-                given["matrix"][2, 3] = np.inf
-            scaler.scale(mine.loss(given)).backward()
+                arrays["matrix"][2, 3] = np.inf
+            scaler.scale(mine.loss(arrays)).backward()
             scaler.step(mine.it)
             scaler.update()
             scales.append(scaler.get_scale())
@@ -83,10 +83,10 @@ def test_loss_scaling() -> None:
 
 
 def test_gradients_are_divided_by_the_scale_once() -> None:
-    """By `unscale_` or by `step`: weights are those without a scaler."""
+    """Whether `unscale_` or `step` divides, weights equal those without a scaler."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        found = []
+        results = []
         for scaled in (False, True):
             mine = OfTorch(transport, **RULE)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
@@ -97,8 +97,8 @@ def test_gradients_are_divided_by_the_scale_once() -> None:
                     scaler.unscale_(mine.it)
                 scaler.step(mine.it)
                 scaler.update()
-            found.append(bits(mine))
-        assert found[0] == found[1]
+            results.append(bits(mine))
+        assert results[0] == results[1]
 
     run(2, program)
 
@@ -118,7 +118,7 @@ def test_moments_of_bfloat16_parameters_are_saved_in_float32() -> None:
 
 
 def test_weights_of_another_dtype_are_refused_on_all_ranks() -> None:
-    """Also on a rank without gradients, which would otherwise wait for the others."""
+    """A rank without gradients raises, too, instead of waiting for the others."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         mine = OfTorch(transport, **RULE)
@@ -165,12 +165,7 @@ def test_residuals_stay_whatever_happens_to_moments(change: str) -> None:
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
-LARGE = {
-    "number": (),
-    "matrix": (70, 90),
-    "bias": (11,),
-    "nothing": (0, 3),
-}  # so that two or three ranks own some of it
+LARGE = {"number": (), "matrix": (70, 90), "bias": (11,), "nothing": (0, 3)}  # two or three ranks own parts of each
 
 
 class Parts:
@@ -187,11 +182,11 @@ class Parts:
     def steps(self, count: int) -> None:
         for step in range(self.count, self.count + count):
             ranks = range(self.transport.size)
-            each = [gradients(step, rank, LARGE) for rank in ranks]
+            by_rank = [gradients(step, rank, LARGE) for rank in ranks]
             for (name, p), copied in zip(self.named.items(), self.copies, strict=True):
-                found = [torch.from_numpy(its[name]).to(p.dtype) for its in each]
-                p.grad = found[self.transport.rank]
-                copied.grad = torch.stack([g.float() for g in found]).sum(0) / len(ranks)
+                tensors = [torch.from_numpy(arrays[name]).to(p.dtype) for arrays in by_rank]
+                p.grad = tensors[self.transport.rank]
+                copied.grad = torch.stack([g.float() for g in tensors]).sum(0) / len(ranks)
             self.it.step()
             self.dense.step()
         self.count += count
@@ -225,10 +220,10 @@ def test_a_state_is_this_ranks_part() -> None:
 
 
 def loaded(way: str, states: list[Any], rank: int, P: int) -> Any:
-    """Return what `load_state_dict` of a rank takes."""
+    """Return the state that a rank passes to `load_state_dict`."""
     if way == "saved":
         return TorchFormat().for_world(states, rank, P) if len(states) != P else states[rank]
-    if way == "version 2":  # has whole moments, and no units
+    if way == "version 2":  # whole moments, and no units
         own = {key: value for key, value in states[0]["sparsecomm"].items() if key not in ("moments", "units")}
         own |= {"format": "SparseState 2", "rank": rank, "world_size": P}
         return next(filter(None, (state["consolidated"] for state in states))) | {"sparsecomm": own}
@@ -238,7 +233,7 @@ def loaded(way: str, states: list[Any], rank: int, P: int) -> Any:
 @pytest.mark.parametrize("way", ["saved", "consolidated", "dense", "version 2"])
 @pytest.mark.parametrize(("old", "new"), [(2, 2), (3, 2), (2, 1), (1, 3)])
 def test_states_are_continued(way: str, old: int, new: int) -> None:
-    """Those of parts on any number of ranks, and those with whole moments."""
+    """States with parts, of any number of ranks, and states with whole moments."""
 
     def save(transport: simulated.SimulatedTransport) -> Any:
         mine = Parts(transport)
@@ -305,8 +300,8 @@ def test_what_dense_adamw_has_trained_has_no_compensation() -> None:
                 mine.it.load_state_dict(saved_and_read(dense.it.state_dict()))
                 for ours, theirs in zip(mine.named.values(), dense.named.values(), strict=True):
                     ours.data.copy_(theirs.detach())
-            for each in (dense, mine)[: 1 + (step >= 7)]:
-                each.step(gradients(step, 0))
+            for adapter in (dense, mine)[: 1 + (step >= 7)]:
+                adapter.step(gradients(step, 0))
         for name, w in dense.weights.items():
             np.testing.assert_allclose(mine.weights[name], w, rtol=3e-6, atol=3e-6)
 
@@ -314,7 +309,7 @@ def test_what_dense_adamw_has_trained_has_no_compensation() -> None:
 
 
 def test_parts_of_another_rank_are_refused() -> None:
-    """And parts without units, of which nobody knows the whole."""
+    """So are parts without units, since the whole tensors are unknown."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         first, second = Parts(transport), Parts(transport)
@@ -333,7 +328,7 @@ def test_parts_of_another_rank_are_refused() -> None:
 
 @pytest.mark.parametrize("apart_first", [False, True])
 def test_moments_are_apart_with_residuals(apart_first: bool) -> None:
-    """Frameworks save the optimizer's state of rank 0 and load it on all ranks, in either order."""
+    """Frameworks save rank 0's optimizer state and load it on all ranks, before or after `residuals_apart`."""
 
     def save(transport: simulated.SimulatedTransport) -> Any:
         mine = Parts(transport)
@@ -365,10 +360,10 @@ def test_moments_are_apart_with_residuals(apart_first: bool) -> None:
 def test_settings_change_before_a_backward_pass_that_exchanges() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine, other = (OfTorchWithOverlap(transport, **RULE) for _ in range(2))
-        for each in (mine, other):
-            each.step(gradients(0, 0))
-            each.it.zero_grad()
-            each.loss(gradients(1, 0)).backward()
+        for adapter in (mine, other):
+            adapter.step(gradients(0, 0))
+            adapter.it.zero_grad()
+            adapter.loss(gradients(1, 0)).backward()
         for group in mine.it.param_groups:
             group["lr"] = 0.5
         before = bits(mine)
@@ -377,14 +372,14 @@ def test_settings_change_before_a_backward_pass_that_exchanges() -> None:
         assert bits(mine) == before
         for group in mine.it.param_groups:
             group["lr"] = RULE["lr"]
-        for each in (mine, other):
-            each.it.step()
+        for adapter in (mine, other):
+            adapter.it.step()
         assert bits(mine) == bits(other) != before
 
     run(1, program)
 
 
-# -- states that cannot be used ---------------------------------------------------------------------------------------
+# -- unusable states --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -421,7 +416,7 @@ def test_wrong_settings_after_the_first_step() -> None:
         mine = OfTorch(transport, **RULE)
         mine.step(gradients(0, 0))
         group, before = mine.it.param_groups[0], bits(mine)
-        kept = dict(group)
+        saved = dict(group)
         for key, value, why in (
             ("lr", torch.tensor([0.1, 0.2]), "lr="),
             ("lr", np.array([0.1, 0.2]), "lr="),
@@ -433,14 +428,14 @@ def test_wrong_settings_after_the_first_step() -> None:
             group[key] = value
             with pytest.raises(sc.InvalidInputError, match=why):
                 mine.it.step()
-            group.update(kept)
+            group.update(saved)
         assert bits(mine) == before
         mine.step(gradients(1, 0))
 
     run(1, program)
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_after_its_end() -> None:
@@ -462,7 +457,7 @@ def test_after_its_end() -> None:
 
 
 def test_parameters_of_a_ddp_model_are_warned_of() -> None:
-    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # has the names that DDP gives
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # named as by DDP
     with pytest.warns(UserWarning, match="plain model"):
         SparseAdamW(model.named_parameters()).remove()
     SparseAdamW(model["module"].named_parameters()).remove()

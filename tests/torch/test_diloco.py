@@ -1,6 +1,6 @@
-"""`DiLoCo` on simulated ranks, against a plain loop, besides what `tests/local_steps/test_contract.py` tests.
+"""`DiLoCo` on simulated ranks, compared with a plain loop, in addition to `tests/local_steps/test_contract.py`.
 
-With shards, between processes: `training_shards.py`.
+For shards see `training_shards.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sparsecomm as sc
 from sparsecomm.torch import DiLoCo, register_fsdp
 from sparsecomm.transport import simulated
 
-P = 2  # of which sums do not depend on the order
+P = 2  # sums of two do not depend on their order
 STEPS = 13
 OUTER: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True),
@@ -34,7 +34,7 @@ def network(dtype: Any) -> nn.Module:
     return copy.deepcopy(_network(dtype))
 
 
-@cache  # simulated ranks share torch's random numbers
+@cache  # simulated ranks share torch's random generator
 def _network(dtype: Any) -> nn.Module:
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -48,7 +48,7 @@ def inner_of(model: nn.Module) -> Any:
 
 
 def local_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
-    """One that differs between ranks."""
+    """Take a local step that differs between ranks."""
     random = torch.Generator().manual_seed(1000 * step + rank)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -58,7 +58,7 @@ def local_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
 
 
 def fragments_of(model: nn.Module, way: str) -> tuple[Any, list[list[str]]]:
-    """What `DiLoCo` is given, and the names of each fragment."""
+    """Return the argument of `DiLoCo`, and the names of each fragment."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     if way == "one":
         return 1, [names]
@@ -69,7 +69,7 @@ def fragments_of(model: nn.Module, way: str) -> tuple[Any, list[list[str]]]:
 
 
 def plain_loop(dtype: Any, way: str, outer: Any, every: int) -> list[list[Any]]:
-    """The weights of all ranks, after dense DiLoCo as the papers write it down."""
+    """Return the weights of all ranks after dense DiLoCo, as in the papers."""
     models = [network(dtype) for _ in range(P)]
     optimizers = [inner_of(model) for model in models]
     named = [dict(model.named_parameters()) for model in models]
@@ -83,18 +83,18 @@ def plain_loop(dtype: Any, way: str, outer: Any, every: int) -> list[list[Any]]:
             if (step - (i + 1) * every // len(parts)) % every:
                 continue
             for name in part:
-                moved = [masters[name].detach() - each[name].detach().float() for each in named]
+                moved = [masters[name].detach() - worker[name].detach().float() for worker in named]
                 masters[name].grad = sum(moved[1:], moved[0]) / P
             outer_optimizer.step()
             for name in part:
                 masters[name].grad = None
-                for each in named:
-                    each[name].data.copy_(masters[name].data)
+                for worker in named:
+                    worker[name].data.copy_(masters[name].data)
     return [[p.detach() for p in model.parameters()] for model in models]
 
 
 def made(transport: Any, outer: Any = None, dtype: Any = torch.float32, way: str = "one", **options: Any) -> Any:
-    """A model, its inner and its outer optimizer, and the exchange."""
+    """Return a model, its inner and outer optimizers, and the exchange."""
     model = network(dtype)
     inner, over = inner_of(model), None if outer is None else outer(model.parameters())
     return (
@@ -110,7 +110,7 @@ def made(transport: Any, outer: Any = None, dtype: Any = torch.float32, way: str
     [(torch.bfloat16, "modules", "sgd", 4, 7), (torch.float32, "names", "adam", 3, 5)],
 )
 def test_at_density_1_it_is_the_plain_loop(dtype: Any, way: str, outer: str, every: int, stop: int) -> None:
-    """Bit for bit, and over a checkpoint after ``stop`` local steps."""
+    """Weights are equal bit for bit, with a checkpoint after ``stop`` local steps."""
 
     def train(transport: Any) -> list[Any]:
         options = {"dtype": dtype, "way": way, "sync_every": every, "density": 1.0}
@@ -124,21 +124,21 @@ def test_at_density_1_it_is_the_plain_loop(dtype: Any, way: str, outer: str, eve
                 states = torch.load(saved, weights_only=True)
                 diloco.remove()
                 model, inner, _, diloco = made(transport, OUTER[outer], **options)
-                for each, state in zip((model, inner, diloco), states, strict=True):
-                    each.load_state_dict(state)
+                for stateful, state in zip((model, inner, diloco), states, strict=True):
+                    stateful.load_state_dict(state)
         assert (diloco.round, diloco.local_step) == divmod(STEPS, every)
         assert not any(reducer.residual(name).any() for reducer in diloco.reducers for name in reducer.names)
         return [p.detach() for p in model.parameters()]
 
     expected = plain_loop(dtype, way, OUTER[outer], every)
-    found = simulated.run(P, train)
+    results = simulated.run(P, train)
     for rank in range(P):
-        for theirs, mine in zip(expected[rank], found[rank].value, strict=True):
+        for theirs, mine in zip(expected[rank], results[rank].value, strict=True):
             assert torch.equal(theirs, mine)
 
 
 def test_a_block_ends_with_the_global_parameters() -> None:
-    """With the defaults, which are sparse, and an exchange under way; the optimizers are then plain ones again."""
+    """The defaults are sparse, and an exchange is under way. Afterwards the optimizers are plain ones again."""
 
     def program(transport: Any) -> list[Any]:
         model, inner, outer, diloco = made(transport, OUTER["sgd"], sync_every=4, fragment_sync_delay=3)
@@ -151,18 +151,18 @@ def test_a_block_ends_with_the_global_parameters() -> None:
         assert reducer.counters.steps == 2
         assert outer.param_groups[0]["params"] == list(model.parameters())
         assert all(outer.state[p]["momentum_buffer"].shape == p.shape for p in inner.param_groups[0]["params"][1:])
-        held = diloco.global_parameters()
-        assert all(torch.equal(p, held[name]) for name, p in model.named_parameters() if name in held)
+        globals_ = diloco.global_parameters()
+        assert all(torch.equal(p, globals_[name]) for name, p in model.named_parameters() if name in globals_)
         diloco.discard("0.weight")
         assert not reducer.residual("0.weight").any()
         local_step(model, inner, 7, transport.rank)
         assert reducer.counters.steps == 2
-        return list(held.values())
+        return list(globals_.values())
 
     outer_steps: list[int] = []
     mine, theirs = (result.value for result in simulated.run(P, program))
     assert all(map(torch.equal, mine, theirs))
-    assert sorted(outer_steps) == [0, 0, 1, 1]  # one in each exchange, not one for each parameter
+    assert sorted(outer_steps) == [0, 0, 1, 1]  # one per exchange, not one per parameter
 
 
 def test_a_step_that_pytorch_makes_to_get_a_state_is_no_local_step() -> None:
@@ -171,11 +171,11 @@ def test_a_step_that_pytorch_makes_to_get_a_state_is_no_local_step() -> None:
         inner = inner_of(model)
         with DiLoCo(model, inner, sync_every=3, comm=transport) as diloco:
             get_optimizer_state_dict(model, inner)
-            assert inner.state  # zeros
+            assert inner.state  # AdamW's zeros
             assert diloco.local_step == 0
             local_step(model, inner, 0, transport.rank)
             assert diloco.local_step == 1
-            for group in inner.param_groups:  # as in a warm-up
+            for group in inner.param_groups:  # as in a learning rate warm-up
                 group["lr"] = 0.0
             local_step(model, inner, 1, transport.rank)
             assert diloco.local_step == 2
@@ -187,7 +187,7 @@ def test_weights_that_differ() -> None:
     def program(transport: Any) -> None:
         model = network(torch.float32)
         with torch.no_grad():
-            model[1].bias += transport.rank  # which is frozen
+            model[1].bias += transport.rank  # a frozen parameter
         inner = inner_of(model)
         DiLoCo(model, inner, comm=transport)
         local_step(model, inner, 0, transport.rank)

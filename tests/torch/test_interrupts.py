@@ -1,4 +1,4 @@
-"""Interrupted exchanges of gradients: they go on where they stopped, or say that they cannot."""
+"""Interrupted exchanges of gradients continue, or raise an error that says why they cannot."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
 
 Result = list[Any]
-RAISED = InterruptError, sc.InvalidInputError  # the latter of what exports a tensor's memory: nothing has changed
+RAISED = InterruptError, sc.InvalidInputError  # the latter if the export of a tensor is interrupted
 
 
 class Points(interrupts.Points):
-    """Also in PyTorch's own functions, which run between those of the library."""
+    """Interrupt PyTorch's functions, too, which run between the library's."""
 
     roots = (interrupts.LIBRARY, str(Path(torch.__file__).parent))
 
@@ -46,7 +46,7 @@ def parameters() -> dict[str, Any]:
 
 
 def gradients(step: int) -> dict[str, Any]:
-    """Return whole numbers; that of "a" is not contiguous."""
+    """Return gradients of integers; that of "a" is not contiguous."""
     random = torch.Generator().manual_seed(step)
     a, b = (torch.randint(-9, 10, shape, generator=random).float() for shape in ((5, 4), (7,)))
     return {"a": a.t(), "b": b}
@@ -58,7 +58,7 @@ def wrapped(named: dict[str, Any], **options: Any) -> Any:
 
 
 def exchanged(synchronize: Callable[[Any, int], None], scaled: bool, *at: int) -> tuple[int, Result]:
-    """Make two steps, the second interrupted; return how many interrupts came, and all that there is then."""
+    """Make two steps, the second interrupted. Return the number of interrupts, and means, residuals and parameters."""
     named = parameters()
     scaler = Scaler() if scaled else None
     optimizer = wrapped(named, scaler=scaler)
@@ -77,7 +77,7 @@ def exchanged(synchronize: Callable[[Any, int], None], scaled: bool, *at: int) -
 
 
 def again(optimizer: Any, step: int) -> None:
-    """Synchronize, and again if the exchange has not ended."""
+    """Synchronize, again if the exchange has not ended."""
     with contextlib.suppress(*RAISED):
         optimizer.synchronize()
     if optimizer.reducer.step == step:
@@ -85,14 +85,14 @@ def again(optimizer: Any, step: int) -> None:
 
 
 def and_step(optimizer: Any, step: int) -> None:
-    """Synchronize; after an interrupt `step` does the rest."""
+    """Synchronize; after an interrupt, `step` completes the exchange."""
     with contextlib.suppress(*RAISED):
         optimizer.synchronize()
 
 
 @pytest.fixture(autouse=True)
 def _gradients_are_recorded() -> Iterator[None]:
-    """These tests need gradients, whatever mode other tests have left in this thread."""
+    """Enable gradients, whatever mode other tests have left in this thread."""
     with torch.enable_grad():
         yield
 
@@ -102,15 +102,15 @@ def _gradients_are_recorded() -> Iterator[None]:
 def test_synchronize_interrupted_anywhere_goes_on(synchronize: Callable[[Any, int], None], scaled: bool) -> None:
     right, at, interrupts = exchanged(synchronize, scaled)[1], 0, 1
     while interrupts:
-        interrupts, found = exchanged(synchronize, scaled, at)
-        same = [torch.equal(x, y) for x, y in zip(found, right, strict=True)]
-        assert all(same) or (synchronize is and_step and all(same[2:])), at  # means come later
+        interrupts, outputs = exchanged(synchronize, scaled, at)
+        same = [torch.equal(x, y) for x, y in zip(outputs, right, strict=True)]
+        assert all(same) or (synchronize is and_step and all(same[2:])), at  # means are set later
         at += 1
     assert at >= 2
 
 
 def test_an_interrupt_when_passes_are_counted_does_not_lose_one() -> None:
-    """Backward passes are then exchanged, or an error says what to do."""
+    """The passes are exchanged, or an error says what to do."""
 
     def run(*at: int) -> tuple[int, int]:
         named = parameters()
@@ -142,7 +142,7 @@ def test_an_interrupt_when_passes_are_counted_does_not_lose_one() -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_step_of_adamw_interrupted_anywhere_goes_on(which: int) -> None:
-    """Called again, it makes the step once: weights, moments and residuals are those without an interrupt."""
+    """Calling it again completes the step: weights, moments and residuals equal those without an interrupt."""
 
     def run(*at: int) -> tuple[int, Result]:
         named, came = parameters(), 0
@@ -158,32 +158,32 @@ def test_a_step_of_adamw_interrupted_anywhere_goes_on(which: int) -> None:
             if max(adamw.steps.values()) == number:
                 optimizer.step()
             assert max(adamw.steps.values()) == number + 1
-        kept = [optimizer.reducer.residual(name) for name in named]
-        found = [
+        residuals = [optimizer.reducer.residual(name) for name in named]
+        arrays = [
             *(p.detach().numpy() for p in named.values()),
-            *kept,
+            *residuals,
             *(a for m in adamw.moments.values() for a in m[:3]),
         ]
-        return came, [array.copy() for array in found]
+        return came, [array.copy() for array in arrays]
 
     right, at, came = run()[1], 0, 1
     while came:
-        came, found = run(at)
-        for ours, theirs in zip(found, right, strict=True):
+        came, arrays = run(at)
+        for ours, theirs in zip(arrays, right, strict=True):
             assert (ours == theirs).all(), at
         at += 1
     assert at >= 2
 
 
 def test_an_interrupted_save_ends_with_the_exception_of_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's writer ends a file when it is destroyed; if it then calls a closed Python file, the process aborts."""
+    """PyTorch's writer finishes its file when it is destroyed, and would abort if that Python file were closed."""
     opener, written = torch.serialization._opener, []
     monkeypatch.setattr(opener, "__enter__", lambda self: interrupt_second(self.file_like))
 
     def interrupt_second(writer: Any) -> Any:
         if isinstance(writer, torch._C.PyTorchFileWriter):
             written.append(1)
-            if len(written) == 2:  # the first one tries whether all types can be loaded
+            if len(written) == 2:  # the first file tests whether all types can be loaded
                 signal.raise_signal(interrupts.SIGNAL)
         return writer
 

@@ -1,4 +1,4 @@
-"""States of torch optimizers, on simulated ranks: loaded by all or by none; what was tried is undone."""
+"""States of torch optimizers on simulated ranks: all ranks load, or none does and nothing changes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 def module() -> Any:
     torch.manual_seed(0)
-    made = torch.nn.Module()
+    model = torch.nn.Module()
     for name, shape in (("a", (3, 4)), ("b", (5,)), ("c", ())):
-        made.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
-    return made
+        model.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+    return model
 
 
 def stepped(optimizer: Any, parameters: Any, steps: int, rank: int) -> None:
@@ -43,15 +43,15 @@ def stepped(optimizer: Any, parameters: Any, steps: int, rank: int) -> None:
 
 def bits(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: bits(each) for key, each in value.items()}
+        return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [bits(each) for each in value]
+        return [bits(item) for item in value]
     return (str(value.dtype), value.detach().numpy().tobytes()) if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_outer_states_travel_without_pickles(half: bool) -> None:
-    """A state in bfloat16 would be cast where it is loaded, so that ranks would differ: all refuse it."""
+    """All ranks refuse a bfloat16 state: loading would cast it, and ranks would differ."""
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         model = module()
@@ -76,7 +76,7 @@ def test_a_step_is_tried_on_a_copy() -> None:
     parameters = list(module().parameters())
     optimizer = OPTIMIZERS["Adam"](parameters)
     stepped(optimizer, parameters, 2, 0)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # holds the optimizer's step
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the optimizer's step
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the user's hook was called"))
     before = bits(optimizer.state_dict()), bits(parameters)
     try_step(optimizer, parameters)
@@ -88,7 +88,7 @@ def test_a_step_is_tried_on_a_copy() -> None:
 
 
 def in_order(names: str, grouped: bool, kind: str, transport: Any) -> tuple[Any, Any]:
-    """A model whose parameters of these names come in this order, and its optimizer. "f" is frozen, "x" not named."""
+    """Return a model with parameters in this order, and its optimizer. "f" is frozen, "x" is not passed by name."""
     model = {name: torch.nn.Parameter(torch.zeros(40)) for name in names}
     model["f"].requires_grad_(False)
     known = list(model.values())
@@ -103,24 +103,25 @@ def in_order(names: str, grouped: bool, kind: str, transport: Any) -> tuple[Any,
 @pytest.mark.parametrize("grouped", [False, True])
 def test_state_follows_names(kind: str, apart: bool, grouped: bool) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
-        (model, optimizer), (other, its) = (in_order(names, grouped, kind, transport) for names in ("abcfx", "bafxc"))
+        model, optimizer = in_order("abcfx", grouped, kind, transport)
+        other, other_optimizer = in_order("bafxc", grouped, kind, transport)
         if apart:
-            optimizer.residuals_apart(), its.residuals_apart()
+            optimizer.residuals_apart(), other_optimizer.residuals_apart()
         for step in range(3):
             for i, name in enumerate("abcx"):
                 model[name].grad = torch.full((40,), 1.0 + i + step + (transport.rank if name != "x" else 0))
             optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
-        its.load_state_dict(state)
+        other_optimizer.load_state_dict(state)
         for name in model:
-            assert bits(its.state.get(other[name])) == bits(optimizer.state.get(model[name])), name
-        assert its.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+            assert bits(other_optimizer.state.get(other[name])) == bits(optimizer.state.get(model[name])), name
+        assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
         theirs = in_order("abcdf", grouped, kind, transport)[1]
         if apart:
             theirs.residuals_apart()
         with pytest.raises(sc.InvalidInputError, match=r"lack|lacks"):
             theirs.load_state_dict(state)
-        del state["parameter_names"]  # as it was saved before there were names: by position
+        del state["parameter_names"]  # as in earlier states, which go by position
         again = in_order("abcfx", grouped, kind, transport)
         if apart:
             again[1].residuals_apart()
@@ -139,18 +140,18 @@ def test_a_parameter_of_another_group_is_refused() -> None:
     run(2, program)
 
 
-# -- which optimizers sparse means mislead -----------------------------------------------------------------------------
+# -- warnings about optimizers ----------------------------------------------------------------------------------------
 
 
 class Betas(torch.optim.Optimizer):
-    """Of another package, with moments."""
+    """An optimizer of another package, with moments."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
 
 
 class Momentum(torch.optim.SGD):
-    """Of another package, without."""
+    """An optimizer of another package, without moments."""
 
 
 KINDS = [
@@ -162,10 +163,10 @@ PROPORTIONAL = {"SGD", "ASGD", "LBFGS", "Momentum"}
 @pytest.mark.parametrize("kind", [Betas, Momentum, *(kind for kind in KINDS if kind is not torch.optim.Optimizer)])
 def test_a_warning_for_steps_that_do_not_grow_with_the_gradient(kind: Any) -> None:
     model = torch.nn.Linear(8, 8, bias=False)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for density in (0.1, 1.0):
             DistributedOptimizer(kind(model.parameters(), lr=0.1), model.named_parameters(), density).remove()
-    said = [w for w in found if f"{kind.__name__} divides gradients" in str(w.message)]
+    said = [w for w in caught if f"{kind.__name__} divides gradients" in str(w.message)]
     assert len(said) == (kind.__name__ not in PROPORTIONAL)
     assert all(w.filename == __file__ for w in said)

@@ -1,4 +1,4 @@
-"""Named parameters, as programs have them: compiled, wrapped, under other defaults of PyTorch."""
+"""Named parameters of compiled and wrapped models, and under changed defaults of PyTorch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_zeros() -> None:
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU, and counts how often the host asks for its elements."""
+    """A tensor that claims to be on a GPU, and counts how often the host reads its elements."""
 
     is_cpu = False
     waits = 0
@@ -109,7 +109,7 @@ class OnGpu(torch.Tensor):
 
 
 def test_the_host_waits_once_to_see_which_gradients_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are. A sum of zeros counts as a gradient, no gradient does not."""
+    """The number of gradients does not matter. A gradient of zeros counts as one, a missing one does not."""
     monkeypatch.setattr(OnGpu, "waits", 0)
     gradients = {f"{i}": (torch.zeros if i % 3 else torch.ones)(10 + i) for i in range(20)}
     gradients |= {"0": torch.full((3,), 1e-40), "1": torch.zeros(0), "2": torch.zeros(5, dtype=torch.bfloat16)}

@@ -1,6 +1,6 @@
-"""The hook, the optimizer, shards and broadcasts between processes of this machine.
+"""The hook, the optimizer, shards and broadcasts between local processes.
 
-What they do is in the files of cases, ``training_*.py``.
+The processes run the cases in ``training_*.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMPORTS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.p
 PROGRAM = "import sys; from tests.torch.training_ranks import main; main(*sys.argv[1:])"
 OF_ANY_SIZE = ("ways", "hook", "optimizer", "adamw", "broadcast", "layers", "saved", "late")
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-# FSDP2 asks for means: before 2.9 gloo's reduce_scatter sums instead, and 2.6 does not get as far.
+# FSDP2 needs means, but before 2.9 gloo's reduce_scatter sums, and 2.6 fails earlier.
 needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs PyTorch 2.9")
 
 

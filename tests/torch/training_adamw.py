@@ -1,4 +1,4 @@
-"""`SparseAdamW` on every rank: what overlaps with backward passes is what `step` exchanges."""
+"""`SparseAdamW` on every rank: with and without overlap, weights are equal."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def made(overlap: bool, dtypes: Any) -> tuple[nn.Module, SparseAdamW]:
 
 
 def check(*models: nn.Module) -> None:
-    """All models have the same weights, on all ranks."""
+    """Check that all models have the same weights, on all ranks."""
     flat = [torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]) for model in models]
     for other in [*flat[1:], *all_gather(flat[0])]:
         assert torch.equal(other, flat[0])
 
 
-def step_of(model: nn.Module, optimizer: SparseAdamW, *given: Any, by_closure: bool = False) -> None:
-    """Make a step with the sum of gradients, each by a backward pass."""
+def step_of(model: nn.Module, optimizer: SparseAdamW, *batches: Any, by_closure: bool = False) -> None:
+    """Make a step with one backward pass per batch."""
 
     def passes() -> torch.Tensor:
         optimizer.zero_grad()
-        for each in given:
-            with nullcontext() if each is given[-1] else optimizer.no_sync():
-                loss: torch.Tensor = model(each)
+        for batch in batches:
+            with nullcontext() if batch is batches[-1] else optimizer.no_sync():
+                loss: torch.Tensor = model(batch)
                 loss.backward()
         return loss
 
@@ -47,19 +47,19 @@ def step_of(model: nn.Module, optimizer: SparseAdamW, *given: Any, by_closure: b
 
 @case
 def weights_are_those_of_an_exchange_in_step() -> None:
-    """With unused and frozen parameters, passes that add up, closures, skipped steps, and a checkpoint."""
+    """Includes unused and frozen parameters, accumulation, closures, skipped steps and a checkpoint."""
     for dtypes in ((), (torch.bfloat16, torch.float32)):
         both = [made(False, dtypes), made(True, dtypes)]
         for step in range(9):
-            given = [gradients(10 * step + i, RANK) for i in range(3 if step in (3, 7) else 1)]
+            batches = [gradients(10 * step + i, RANK) for i in range(3 if step in (3, 7) else 1)]
             if RANK == ODD and step == 2:
-                del given[0]["c"], given[0]["e"]
+                del batches[0]["c"], batches[0]["e"]
             for model, _ in both:
                 model.get_parameter("a").requires_grad_(step not in (1, 2))
             if step in (1, 2):
-                del given[0]["a"]
+                del batches[0]["a"]
             if RANK == ODD and step in (0, 4):
-                given[0]["b"] = given[0]["b"] + torch.nan
+                batches[0]["b"] = batches[0]["b"] + torch.nan
             if step == 6:
                 file = io.BytesIO()
                 torch.save([(model.state_dict(), optimizer.state_dict()) for model, optimizer in both], file)
@@ -74,7 +74,7 @@ def weights_are_those_of_an_exchange_in_step() -> None:
                     model.load_state_dict(weights)
                     optimizer.load_state_dict(state)
             for model, optimizer in both:
-                step_of(model, optimizer, *given, by_closure=step in (0, 4, 5))
+                step_of(model, optimizer, *batches, by_closure=step in (0, 4, 5))
             check(*(model for model, _ in both))
         assert {optimizer.state_dict()["state"][3]["step"].item() for _, optimizer in both} == {7}
         assert len(both[1][1].reducer.groups) > 1

@@ -22,7 +22,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def tensors(rank: int) -> dict[str, Any]:
-    """Return tensors of every kind, and something else."""
+    """Return tensors of every kind, and a value that is no tensor."""
     random = torch.Generator().manual_seed(rank)
     noise = torch.randn(40, generator=random)
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, 3e38, -1.5]) * (1 + rank)
@@ -50,7 +50,7 @@ def tensors(rank: int) -> dict[str, Any]:
 
 @case
 def all_get_the_same_bits() -> None:
-    """Also where the group has no backend for host memory, as one of NCCL."""
+    """One group has no backend for host memory, like a group of NCCL."""
     for root, config in product(range(P), [dist.get_backend_config(), "cuda:nccl"]):
         mine = tensors(RANK)
         strides = {name: t.stride() for name, t in mine.items() if name != "epoch"}
@@ -67,19 +67,19 @@ def all_get_the_same_bits() -> None:
 @case
 def wrong_arguments() -> None:
     model = nn.Linear(2, 2)
-    for given, options, match in (
+    for tensors, options, match in (
         (model.named_parameters(), {"root": P}, f"root={P}: must be a rank from 0 to {P - 1}"),
         (model.named_parameters(), {"root": -1}, "root=-1"),
         (model.named_parameters(), {"root": 0.0}, r"root=0\.0"),
         (model, {}, r"got Linear; .* pass model\.state_dict"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
-            broadcast_parameters(given, **options)  # type: ignore[arg-type]
+            broadcast_parameters(tensors, **options)  # type: ignore[arg-type]
 
 
 @case_of_several
 def tensors_that_differ_between_ranks() -> None:
-    """In number, names, shapes, types or the root: all ranks are told, at once, and none is left waiting."""
+    """Numbers, names, shapes, dtypes or roots differ: all ranks raise at once."""
     one, two = torch.ones(4), torch.ones(6)
     a, root_of_odd = {"a": one}, {"a": one}
     for of_odd, others in (
@@ -89,11 +89,11 @@ def tensors_that_differ_between_ranks() -> None:
         ({}, a),
         (root_of_odd, a),
     ):
-        given, group = of_odd if RANK == ODD else others, dist.new_group(backend="gloo")
-        root = int(given is root_of_odd)
+        tensors, group = of_odd if RANK == ODD else others, dist.new_group(backend="gloo")
+        root = int(tensors is root_of_odd)
         with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"is .* on rank \d and .* on rank \d: use the"):
-            broadcast_parameters(given, root, comm=group)
-        assert all(tensor.eq(1).all() for tensor in given.values())
+            broadcast_parameters(tensors, root, comm=group)
+        assert all(tensor.eq(1).all() for tensor in tensors.values())
         dist.barrier()
 
 
@@ -121,8 +121,8 @@ differs = pytest.raises(
 
 @case_of_several
 def weights_that_differ() -> None:
-    """All ranks are told in the first step, and go on when they are given the same."""
-    for name in ("1.weight", "1.bias"):  # this one is frozen
+    """All ranks raise in the first step, and continue with equal weights."""
+    for name in ("1.weight", "1.bias"):  # the second one is frozen
         model = network()
         optimizer: Any = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 1.0)
         before = {key: bits(tensor) for key, tensor in model.state_dict().items()}
@@ -135,31 +135,31 @@ def weights_that_differ() -> None:
         assert {key: bits(tensor) for key, tensor in model.state_dict().items()} == before
         optimizer.synchronize()
         assert optimizer.reducer.step == 1
-        spoil(model, name)  # they are looked at in the first step only
+        spoil(model, name)  # weights are compared in the first step only
         model(torch.ones(3) + dist.get_rank()).sum().backward()
-        optimizer.load_state_dict(optimizer.state_dict())  # and in that after a checkpoint
+        optimizer.load_state_dict(optimizer.state_dict())  # and in the first step after loading
         with soon(), differs:
             model(torch.ones(3) + dist.get_rank()).sum().backward()
 
 
 @case_of_several
 def weights_that_begin_to_differ() -> None:
-    for every, found in ((2, 2), (3, 3), (None, None), (0, None)):
+    for every, detected_at in ((2, 2), (3, 3), (None, None), (0, None)):
         model = network()
         ddp = nn.parallel.DistributedDataParallel(model)
         state = register(ddp, 1.0, check_weights_every=every)
         for step in range(4):
             if step == 1:
                 spoil(model, "1.weight")
-            if step == found:
+            if step == detected_at:
                 with soon(), differs:
                     ddp(torch.ones(3) + dist.get_rank()).sum().backward()
                 break
             ddp(torch.ones(3) + dist.get_rank()).sum().backward()
-        assert state.reducer.step == (4 if found is None else found)
-    for given in (-1, 1.0, True):
-        with pytest.raises(sc.InvalidInputError, match=f"check_weights_every={given}: expected"):
-            register(nn.parallel.DistributedDataParallel(network()), check_weights_every=given)  # type: ignore[arg-type]
+        assert state.reducer.step == (4 if detected_at is None else detected_at)
+    for value in (-1, 1.0, True):
+        with pytest.raises(sc.InvalidInputError, match=f"check_weights_every={value}: expected"):
+            register(nn.parallel.DistributedDataParallel(network()), check_weights_every=value)  # type: ignore[arg-type]
 
 
 @case_of_several

@@ -1,4 +1,4 @@
-"""Cases of what PyTorch does to models and optimizers, on every rank, as docs/guides/frameworks.md has it in a table:
+"""Cases, on every rank, of PyTorch's features for models and optimizers, as in the table in docs/guides/frameworks.md:
 `torch.compile`, activation checkpointing, static graphs, narrow gradients, fused and foreach optimizers.
 """
 
@@ -65,7 +65,7 @@ def by_block(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-# For which ways each is possible.
+# The ways that each feature works with.
 COMPILERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "model": ({"before": compiled}, WAYS),
     "blocks": ({"before": by_block}, WAYS),
@@ -91,7 +91,7 @@ def trained(
     passes: int = 1,
     **settings: Any,
 ) -> torch.Tensor:
-    """Return the weights after some steps; they are the same on all ranks."""
+    """Return the weights after some steps. Check that they are the same on all ranks."""
     model = network(dtype, reentrant, blocks)
     named = list(model.named_parameters())
     optimizer: Any = make(model.parameters())
@@ -143,13 +143,13 @@ def _flat(model: nn.Module) -> torch.Tensor:
 
 @cache
 def as_others(way: str, passes: int = 1, blocks: int = 2) -> torch.Tensor:
-    """Return the weights of a training that nothing compiles."""
+    """Return the weights after training without compilation."""
     return trained(way, passes=passes, blocks=blocks)
 
 
 @case
 def compiled_models_train_as_others() -> None:
-    """All combinations in `make test-all`; otherwise each way and each compiler in some."""
+    """`make test-all` runs all combinations; otherwise each way and compiler occurs once."""
     rows = [(way, compiler) for compiler, (_, ways) in COMPILERS.items() for way in ways]
     if "SPARSECOMM_TEST_ALL" not in os.environ:
         rows = [rows[i] for i in covering_array(rows, 1)]
@@ -157,8 +157,8 @@ def compiled_models_train_as_others() -> None:
         warnings.simplefilter("ignore")
         for way, compiler in rows:
             near = 0.05 if compiler == "aot" else 0
-            found = trained(way, **COMPILERS[compiler][0])
-            torch.testing.assert_close(found, as_others(way), atol=near, rtol=near)
+            result = trained(way, **COMPILERS[compiler][0])
+            torch.testing.assert_close(result, as_others(way), atol=near, rtol=near)
 
 
 BACKENDS = "eager", "aot_eager", "inductor"
@@ -168,21 +168,21 @@ INDUCTOR = ("SparseAdamW, overlap", "training", 2, "inductor")
 
 @case
 def compiled_programs_train_as_others() -> None:
-    """All combinations in `make test-all`; otherwise some, with one for Inductor, which takes seconds for each."""
+    """`make test-all` runs all combinations; otherwise some run, one of them with Inductor, which takes seconds."""
     rows = [row for row in product(WAYS, COMPILED, (1, 2), BACKENDS) if row[:2] != ("hook", COMPILED[2])]
     if "SPARSECOMM_TEST_ALL" not in os.environ:
         few = [row for row in rows if row[3] != "inductor"]
         rows = [*(few[i] for i in covering_array(few, 1)), INDUCTOR]
     if shutil.which("g++") is None:
-        rows = [row for row in rows if row[3] != "inductor"]  # which compiles C++
+        rows = [row for row in rows if row[3] != "inductor"]  # Inductor compiles C++
     with warnings.catch_warnings(), torch._inductor.config.patch(compile_threads=1):
         warnings.simplefilter("ignore")
         for way, what, passes, backend in rows:
             compiler = partial(torch.compile, backend=backend)
             settings = {"compile_step" if what == "step" else "compile_training": compiler}
             with torch._dynamo.config.patch(compiled_autograd=what == COMPILED[2]):
-                found = trained(way, passes=passes, blocks=0, **settings)
-            torch.testing.assert_close(found, as_others(way, passes, 0), atol=1e-5, rtol=1e-5)
+                result = trained(way, passes=passes, blocks=0, **settings)
+            torch.testing.assert_close(result, as_others(way, passes, 0), atol=1e-5, rtol=1e-5)
 
 
 @case
@@ -220,8 +220,8 @@ def every_call_works_in_a_compiled_function() -> None:
         assert expected[0].tolist() == [(i + 1) * P * (P + 1) for i in range(40)]
         model.load_state_dict(state)
         model.zero_grad()
-        for found, exact in zip(torch.compile(program, backend="aot_eager")(x), expected, strict=True):
-            torch.testing.assert_close(found, exact)
+        for result, exact in zip(torch.compile(program, backend="aot_eager")(x), expected, strict=True):
+            torch.testing.assert_close(result, exact)
     torch._dynamo.reset()
 
 
@@ -246,7 +246,7 @@ def what_compiled_autograd_cannot_do() -> None:
             keep_local(ddp)
             compiled_program(ddp)
             torch.testing.assert_close([p.grad for p in ddp.parameters()], [p.grad for p in model.parameters()])
-    assert any("means only in step() or synchronize()" in str(each.message) for each in caught)
+    assert any("means only in step() or synchronize()" in str(warning.message) for warning in caught)
     torch._dynamo.reset()
     optimizer.remove()
 

@@ -1,6 +1,7 @@
-"""At density 1.0 every way to train does what dense sums do, also without some gradients: see `test_training.py`.
+"""At density 1.0 every way to train equals dense sums, also with missing gradients: see `test_training.py`.
 
-On two ranks, where means are exact. `DistributedDataParallel` itself is one of the ways: the oracle is right about it.
+These cases run on two ranks, where means are exact. `DistributedDataParallel` itself is one of the ways, which
+checks the oracle.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Way(Training):
-    """A training in one of the ways. At density 1.0 `Dense` is its oracle."""
+    """Training in one of the ways, with `Dense` as the oracle."""
 
     def __init__(self, way: str, density: float = 1.0, frozen: str = "", **ddp: bool) -> None:
         model, ddp = Chosen(SHAPES), ddp or {"find_unused_parameters": True}
@@ -55,14 +56,14 @@ class Way(Training):
 
 
 class Dense:
-    """The oracle: one process that has the gradients of all ranks."""
+    """The oracle: one process with the gradients of all ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.optimizer = model, sgd(model.parameters())
 
     def step(self, by_rank: list[Gradients]) -> None:
         for name, p in self.model.named_parameters():
-            used = [given.get(name) if p.requires_grad else None for given in by_rank]
+            used = [gradients.get(name) if p.requires_grad else None for gradients in by_rank]
             if any(g is not None for g in used):
                 before = torch.zeros_like(p) if p.grad is None else p.grad
                 p.grad = sum(before + (0 if g is None else g) for g in used) / len(used)
@@ -71,7 +72,7 @@ class Dense:
 
 WAYS = ["ddp", "hook", "hook of views", "optimizer", *(["fsdp"] if VERSION >= (2, 9) else [])]  # see `test_training.py`
 EVERYWHERE: Callable[[str], dict[int, str]] = partial(dict.fromkeys, range(P))
-# By step, which parameters each rank does not use.
+# Parameters that a rank does not use, by step.
 UNUSED: dict[str, list[dict[int, str]]] = {
     "nothing": [{}] * 4,
     "on one rank": [{}, {ODD: "ad"}, {0: "e", ODD: "b"}, {}, {0: "abcd"}],
@@ -79,8 +80,8 @@ UNUSED: dict[str, list[dict[int, str]]] = {
     "from the start": [EVERYWHERE("a"), {**EVERYWHERE("a"), ODD: "ae"}, {}, {}],
     "always the same": [{0: "a", ODD: "ab"}] * 4,
 }
-STATIC = ("always the same", "nothing")  # also in a static graph
-# By step, which parameters are frozen before it.
+STATIC = ("always the same", "nothing")  # works in a static graph, too
+# Parameters that are frozen before a step, by step.
 FROZEN: dict[str, dict[int, str]] = {
     "nothing": {},
     "from the start": {-1: "ac"},
@@ -103,28 +104,28 @@ def compare(way: Way, dense: Dense, at: Any) -> None:
 
 @case
 def weights_are_those_of_dense_sums() -> None:
-    """Bit for bit, whether gradients are set to None, to zeros, or left as they are; momentum and weight decay act."""
+    """Weights are equal bit for bit, whether gradients are set to None, to zeros, or kept."""
     cases = [(unused, "nothing") for unused in UNUSED] + [("nothing", frozen) for frozen in list(FROZEN)[1:]]
-    rows = list(product(WAYS, cases, ("none", "zeros", "never")))  # all have passed; every pair of values is enough
+    rows = list(product(WAYS, cases, ("none", "zeros", "never")))  # every pair of values occurs
     rows = [rows[i] for i in covering_array(rows, 2)] + [(kind, STATIC, "none") for kind in WAYS[:3]]
     for kind, (unused, frozen), zero in rows:
         ddp = {"static_graph": True} if (unused, frozen) == STATIC else {}
         dense, way = Dense(Chosen(SHAPES)), Way(kind, frozen=FROZEN[frozen].get(-1, ""), **ddp)
         freeze(dense.model, FROZEN[frozen].get(-1, ""))
         for step, without in enumerate(UNUSED[unused]):
-            for each in (dense, way):
+            for training in (dense, way):
                 if step in FROZEN[frozen]:
-                    freeze(each.model, FROZEN[frozen][step])
+                    freeze(training.model, FROZEN[frozen][step])
                 if zero != "never":
-                    each.optimizer.zero_grad(set_to_none=zero == "none")
-                each.step(gradients_by_rank(step, without, SHAPES))
+                    training.optimizer.zero_grad(set_to_none=zero == "none")
+                training.step(gradients_by_rank(step, without, SHAPES))
             compare(way, dense, (kind, unused, frozen, zero, step))
         way.end()
 
 
 @case
 def what_waits_for_a_parameter_without_gradient_stays() -> None:
-    """Until it trains again, or is dropped. Weights do not move."""
+    """Its residual stays until it trains again or is dropped, and its weights do not move."""
     for kind, frozen in product(WAYS[1:], (False, True)):
         way = Way(kind, 0.05)
         reducer = way.exchange.reducer
@@ -133,22 +134,22 @@ def what_waits_for_a_parameter_without_gradient_stays() -> None:
         way.optimizer.zero_grad()
         if frozen:
             freeze(way.model, "ad")
-        kept = {name: reducer.residual(name).copy() for name in "ad"}
+        residuals = {name: reducer.residual(name).copy() for name in "ad"}
         before = {name: local(getattr(way.model, name)).clone() for name in "ad"}
         for step in range(2, 4):
             way.step(gradients_by_rank(step, EVERYWHERE("ad"), SHAPES))
         for name in "ad":
-            assert kept[name].any(), (kind, name)
-            assert (reducer.residual(name) == kept[name]).all(), (kind, name)
+            assert residuals[name].any(), (kind, name)
+            assert (reducer.residual(name) == residuals[name]).all(), (kind, name)
             assert torch.equal(local(getattr(way.model, name)), before[name]), (kind, name)
         way.exchange.discard("a")
         assert not reducer.residual("a").any()
-        assert (reducer.residual("d") == kept["d"]).all()
+        assert (reducer.residual("d") == residuals["d"]).all()
         with pytest.raises(sc.InvalidInputError, match="x"):
             way.exchange.discard(["x"])
         freeze(way.model, "")
         way.step(gradients_by_rank(4, shapes=SHAPES))
-        assert (reducer.residual("d") != kept["d"]).any()
+        assert (reducer.residual("d") != residuals["d"]).any()
         way.exchange.discard()
         assert not any(reducer.residual(name).any() for name in SHAPES)
         way.end()
@@ -156,7 +157,7 @@ def what_waits_for_a_parameter_without_gradient_stays() -> None:
 
 @case
 def a_gradient_scaler_that_was_not_passed() -> None:
-    """One overflow on one rank: one step is skipped, and a warning names the argument."""
+    """An overflow on one rank skips one step, and a warning names the argument."""
     for kind in WAYS[1:]:
         way, scaler = Way(kind, 0.05), torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(4):
@@ -182,14 +183,14 @@ def a_gradient_scaler_that_was_not_passed() -> None:
 
 @case
 def join_with_uneven_batches() -> None:
-    """As under dense sums, in two epochs, and with parameters that some steps do not use."""
+    """Equals dense sums in two epochs, with parameters that some steps do not use."""
     dense, way = Way("ddp"), Way("hook")
     for epoch in range(2):
-        for each in (dense, way):
-            with each.run.join():
+        for training in (dense, way):
+            with training.run.join():
                 for step in range(2 + 2 * (epoch == RANK)):
-                    each.optimizer.zero_grad()
-                    each.step(gradients_by_rank(step, EVERYWHERE("a" if step % 2 else "b"), SHAPES))
+                    training.optimizer.zero_grad()
+                    training.step(gradients_by_rank(step, EVERYWHERE("a" if step % 2 else "b"), SHAPES))
         assert (flat(way.model) == flat(dense.model)).all(), epoch
         same_everywhere(way.model)
 
@@ -199,12 +200,12 @@ def join_is_refused_where_gradients_stay_local() -> None:
     ddp = DistributedDataParallel(Chosen(SHAPES))
     keep_local(ddp)
     with pytest.raises(sc.InvalidInputError, match=r"join\(\).*same number of batches"):
-        ddp._match_all_reduce_for_bwd_pass()  # what join does on a rank that has no more batches
+        ddp._match_all_reduce_for_bwd_pass()  # as join does on a rank without further batches
 
 
 @case
 def parameters_that_ddp_ignores() -> None:
-    """They are each rank's own, and stay so."""
+    """Each rank keeps its own values of ignored parameters."""
     model = nn.ModuleDict({"shared": nn.Linear(30, 30), "own": nn.Linear(30, 30)})
     nn.init.constant_(model["own"].weight, RANK)
     nn.init.constant_(model["shared"].weight, 1.0)
@@ -223,7 +224,7 @@ def parameters_that_ddp_ignores() -> None:
 
 @case
 def gradients_that_share_memory() -> None:
-    """As torch.autograd.grad returns them: expanded, or one for two parameters."""
+    """`torch.autograd.grad` returns such gradients: expanded, or one for two parameters."""
     a, b, c = (nn.Parameter(torch.zeros(40, 50)) for _ in range(3))
     plain = torch.optim.SGD([a, b, c], lr=1.0)
     optimizer = DistributedOptimizer(plain, [("a", a), ("b", b), ("c", c)], 1.0)

@@ -1,4 +1,4 @@
-"""Cases of the DDP hook alone, on every rank: see `test_training.py`."""
+"""Cases for the DDP hook only, on every rank: see `test_training.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = partial(dict.fromkeys, range(P))
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that PyTorch's operators read and write, but for views and for what returns no tensor."""
+    """Counts the bytes that PyTorch's operators read and write, except views and operators that return no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Moved(TorchDispatchMode):
 
 @case
 def buffers_that_ddp_broadcasts_are_no_reason_for_a_warning() -> None:
-    """Its next forward pass makes them equal. Without DDP, they stay different."""
+    """DDP's next forward pass makes them equal. Without DDP, they stay different."""
     for plain in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -58,12 +58,13 @@ def buffers_that_ddp_broadcasts_are_no_reason_for_a_warning() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             wrapped(torch.randn(5, 3, generator=torch.Generator().manual_seed(RANK))).square().sum().backward()
-        assert [str(each.message)[:24] for each in caught] == ["the ranks' buffers differ"[:24]] * (plain and P > 1)
+        messages = [str(warning.message)[:24] for warning in caught]
+        assert messages == ["the ranks' buffers differ"[:24]] * (plain and P > 1)
 
 
 @case
 def the_hook_writes_each_mean_once_and_moves_nothing_else() -> None:
-    """Besides what the sum needs: gradients are read, and residuals read and written, where selection is."""
+    """The sum itself reads gradients, and reads and writes residuals if it selects entries."""
 
     class Written:
         nbytes = 0
@@ -86,7 +87,7 @@ def the_hook_writes_each_mean_once_and_moves_nothing_else() -> None:
             queue_of(ranks).observe(ranks, written)
         else:
             keep_local(ddp)
-        for _ in range(3):  # DDP makes its buckets anew after the first
+        for _ in range(3):  # DDP rebuilds its buckets after the first pass
             written.nbytes = 0
             with Moved() as moved_now:
                 ddp(torch.randn(2, 200) + dist.get_rank()).square().mean().backward()
@@ -111,7 +112,7 @@ def what_is_no_ddp_model() -> None:
     register(ddp, **EXACT)
     with pytest.raises(sc.InvalidInputError, match=r"registered already, .* keep the state"):
         register(ddp)
-    if P > 1:  # one rank has all shards
+    if P > 1:  # a single rank has all shards
         with pytest.raises(sc.InvalidInputError, match="weight is a DTensor, sharded"):
             SparseState(sharded.named_parameters())
 
@@ -128,7 +129,7 @@ def wrong_arguments() -> None:
 
 @case
 def a_backward_pass_that_does_not_reach_all() -> None:
-    """DDP says so when it goes forward again; the state does, when another DDP goes on with it."""
+    """DDP raises in its next forward pass; the state raises if another DDP continues with it."""
     training = Training("hook")
     state = training.exchange
     training.backward(gradients(0, RANK))
@@ -142,7 +143,7 @@ def a_backward_pass_that_does_not_reach_all() -> None:
     loss = other(gradients(2, RANK))
     with pytest.raises(sc.InvalidInputError, match="backward pass before this one did not end"):
         loss.backward()
-    state.reducer.wait()  # calls that had begun, on all ranks
+    state.reducer.wait()  # ends calls that had begun on all ranks
 
 
 @case

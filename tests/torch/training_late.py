@@ -1,4 +1,4 @@
-"""Cases of ranks that come too late to exchanges of local steps, on every rank of a process group."""
+"""Cases of ranks that are late for exchanges of local steps, on every rank of a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.torch.training_ranks import RANK, P, all_gather, case_of_several
 
 
 def late(name: str, **options: Any) -> list[dict[str, Any]]:
-    """Return what all ranks hold and have seen; check what does not depend on options."""
+    """Return all ranks' outcomes, after checks that do not depend on options."""
     store, said, logger = (
         dist.distributed_c10d._get_default_store(),
         BufferingHandler(10**6),
@@ -32,8 +32,8 @@ def late(name: str, **options: Any) -> list[dict[str, Any]]:
     warnings = [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING]
     assert any("rank 0 is late for the exchange" in text for text in warnings) == (RANK == 0), warnings
     outcomes = all_gather(mine)
-    assert len({each["held"].tobytes() for each in outcomes}) == 1
-    assert all(0 in each["seen"] for each in outcomes)
+    assert len({outcome["held"].tobytes() for outcome in outcomes}) == 1
+    assert all(0 in outcome["seen"] for outcome in outcomes)
     return outcomes
 
 
@@ -41,4 +41,4 @@ def late(name: str, **options: Any) -> list[dict[str, Any]]:
 def one_that_is_late_is_left_out_and_nothing_is_lost() -> None:
     outcomes = late("by speed", by_speed=True)
     nothing_is_lost(outcomes)
-    assert any(steps[0] > steps[1] for each in outcomes for steps in each["divisions"])
+    assert any(steps[0] > steps[1] for outcome in outcomes for steps in outcome["divisions"])

@@ -1,4 +1,4 @@
-"""Cases of layers that are added, replaced, frozen or unfrozen while they train, on every rank."""
+"""Cases of layers that are added, replaced, frozen or unfrozen during training, on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.torch.training_ranks import ODD, RANK, P, case, case_of_several, same
 
 
 class Changing:
-    """A training whose model and optimizer change: each rank has other samples, and so other gradients."""
+    """Training whose model and optimizer change. Ranks have different samples, and so different gradients."""
 
     def __init__(self, way: str, group: Any) -> None:
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ class Changing:
         self.optimizer.step()
 
     def round(self) -> None:
-        """Make the steps of a round, and check that the weights are those of all ranks."""
+        """Make the steps of a round, and check that all ranks have the same weights."""
         self.step()
         self.step()
         same_everywhere(self.model)
@@ -103,7 +103,7 @@ class Changing:
         self.model[-1].weight = self.model[0].weight
 
 
-FOLLOWED = {  # by the ways that do not refuse them
+FOLLOWED = {  # changes, and the ways that follow them
     "removed_parameter": ("register", "DiLoCo"),
     "frozen_layer": ("DistributedOptimizer", "SparseAdamW", "DiLoCo"),
     "tied_parameters": ("DistributedOptimizer", "SparseAdamW", "DiLoCo"),
@@ -114,21 +114,21 @@ REFUSED = "new|was removed|requires a gradient now|no group any more"
 
 @case
 def layers_that_change() -> None:
-    """They are exchanged, or refused before anything is sent; then a new exchange keeps the optimizer's state."""
+    """Changes are followed, or refused before anything is sent. A new exchange keeps the optimizer's state."""
     for way, change in product(("DistributedOptimizer", "SparseAdamW", "register", "DiLoCo"), CHANGES):
         if way == "register" and change in ("replaced_parameter", "frozen_layer", "tied_parameters"):
-            continue  # DDP itself does not support it
+            continue
         training = Changing(way, dist.group.WORLD)
         training.round()
         if way in FOLLOWED.get(change, ()):
             training.change_and_step(change)
-            training.step()  # the last of a round
+            training.step()  # the last step of a round
         else:
             weight = training.model[0].weight
             before, momentum = weight.clone(), training.optimizer.state[weight].get("momentum_buffer")
             with pytest.raises(sc.InvalidInputError, match=REFUSED):
                 training.change_and_step(change)
-            assert weight.equal(before) or way == "DiLoCo"  # whose optimizer has made the step
+            assert weight.equal(before) or way == "DiLoCo"  # DiLoCo's inner optimizer has made the step
             training.end()
             training.add_group()
             broadcast_parameters(training.model.state_dict())
@@ -156,7 +156,7 @@ def a_layer_that_changes_on_one_rank() -> None:
 
 
 warnings.filterwarnings("ignore", "Sparse CSR tensor support|The PyTorch API of nested tensors")
-# Tensors that cannot be trained, and what the error says of them.
+# Tensors that cannot be trained, and the error.
 EYE = torch.eye(4)
 KINDS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "meta": (lambda: torch.empty(3, 3, device="meta"), "is on the meta device"),
@@ -182,7 +182,7 @@ def wrappers(model: nn.Module, sgd: torch.optim.Optimizer) -> dict[str, Callable
 
 @case
 def tensors_of_any_kind() -> None:
-    """Parameters that cannot be trained are refused by name; the same as frozen parameters or buffers do no harm."""
+    """Parameters that cannot be trained are refused by name. As frozen parameters or buffers they are accepted."""
     for kind, (make, match) in KINDS.items():
         model = nn.Linear(4, 4)
         model.extra = nn.Parameter(make()) if kind != "lazy" else make()
@@ -204,7 +204,7 @@ def tensors_of_any_kind() -> None:
 
 @case
 def memory_orders_that_change() -> None:
-    """DiLoCo averages the same weights if the model is converted to channels last after it."""
+    """DiLoCo averages the same weights if the model becomes channels-last afterwards."""
     trained = []
     for convert in (False, True):
         torch.manual_seed(0)

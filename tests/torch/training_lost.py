@@ -1,4 +1,4 @@
-"""A rank of three dies; the others go on with a new process group: see `test_training.py`."""
+"""One of three ranks dies; the others continue with a new process group: see `test_training.py`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def hooked(model: nn.Module, state: SparseState) -> nn.Module:
 
 
 def conserved(step: int, rank: int, model: nn.Module, run: nn.Module, reducer: sc.Reducer) -> None:
-    """In a step on two ranks, residuals and sums add up to what residuals and gradients were."""
+    """Check in a step on two ranks that residuals plus sums equal the earlier residuals plus gradients."""
 
     def total() -> torch.Tensor:
-        kept = torch.cat([torch.from_numpy(reducer.residual(name).copy()) for name in SHAPES])
-        dist.all_reduce(kept)
-        return kept
+        residuals = torch.cat([torch.from_numpy(reducer.residual(name).copy()) for name in SHAPES])
+        dist.all_reduce(residuals)
+        return residuals
 
     before = total()
     model.zero_grad()
@@ -62,7 +62,7 @@ def survivors_go_on() -> None:
         with pytest.raises(sc.RankFailedError, match="rank 1 died") as error:
             run(gradients(3, RANK, SHAPES)).backward()
         assert error.value.ranks == (VICTIM,)
-    del runs, run, error  # whose hooks would still be there
+    del runs, run, error  # removes their hooks
     gc.collect()
     dist.destroy_process_group()
     rank = RANK - (RANK > VICTIM)
@@ -72,7 +72,7 @@ def survivors_go_on() -> None:
         assert (rebuilt.size, rebuilt.ranks_lost, rebuilt.elements_lost, rebuilt.step) == (2, (VICTIM,), 3010, 4)
     for parameter in (*alone.parameters(), *other.parameters()):
         assert parameter.grad is not None
-        assert not parameter.grad.any()  # no call of the step that failed was made: one rank of three was missing
+        assert not parameter.grad.any()  # no call of the failed step was made, since one of three ranks was missing
     optimizer.step()
     broadcast_parameters(alone.state_dict())
     ddp = hooked(other, state)

@@ -31,18 +31,12 @@ def ranks_train_alike_and_dense_steps_are_those_without_nodes() -> None:
             for step in range(3):
                 for training in (with_nodes, flat):
                     training.step(gradients(step, RANK))
-            assert "2 of 2 ranks, summed densely inside" in reducer_of(with_nodes).report()
+            assert "2 of 2 ranks, summed densely inside" in with_nodes.exchange.reducer.report()
             weights = same_everywhere(with_nodes.model)
             if density == 1.0:
                 assert np.array_equal(weights, same_everywhere(flat.model))
             for training in (with_nodes, flat):
                 training.end()
-
-
-def reducer_of(training: Training) -> sc.Reducer:
-    exchange = training.exchange
-    found: sc.Reducer = exchange._exchange.reducer if training.way == "optimizer" else exchange.reducer
-    return found
 
 
 @case
@@ -57,39 +51,39 @@ def adamw_trains_alike_on_all_ranks() -> None:
         same_everywhere(model)
         state = optimizer.state_dict()
         residuals = state["sparsecomm"]["residuals"]
-        assert sum(its.numel() for its in residuals.values()) < 0.6 * sum(p.numel() for p in model.parameters())
+        assert sum(r.numel() for r in residuals.values()) < 0.6 * sum(p.numel() for p in model.parameters())
         again = Chosen()
         resumed = SparseAdamW(again.named_parameters(), lr=0.05, density=0.2, nodes=NODE, overlap=overlap)
         again.load_state_dict(model.state_dict())
         resumed.load_state_dict(state)
-        for its, its_optimizer in ((model, optimizer), (again, resumed)):
+        for trained_model, its_optimizer in ((model, optimizer), (again, resumed)):
             its_optimizer.zero_grad()
-            its(gradients(9, RANK)).backward()
+            trained_model(gradients(9, RANK)).backward()
             its_optimizer.step()
         assert np.array_equal(same_everywhere(model), same_everywhere(again))
-        for each in (optimizer, resumed):
-            each.remove()
+        for one in (optimizer, resumed):
+            one.remove()
 
 
 @case
 def collectives_of_a_backend_give_the_bits_of_messages() -> None:
-    """Here gloo's, for arrays on CPUs."""
+    """The collectives here are gloo's, for arrays on CPUs."""
 
     def program() -> list[bytes]:
         reducer = sc.Reducer({"w": np.zeros(1001, np.float32)}, 0.1, comm=dist.new_group(), nodes=NODE)
-        found = []
+        results = []
         for step in range(3):
             gradient = gradients(step, RANK, {"w": (1001,)})["w"].numpy()
             reducer.reduce({"w": gradient})
-            found += [gradient.tobytes(), reducer.residual("w").tobytes()]
-        return found
+            results += [gradient.tobytes(), reducer.residual("w").tobytes()]
+        return results
 
     used: list[str] = []
 
     class Counted(GroupCollectives):
-        def reduce_scatter(self, whole: Any, own: Any) -> None:
+        def reduce_scatter(self, tensor: Any, own: Any) -> None:
             used.append("reduce_scatter")
-            super().reduce_scatter(whole, own)
+            super().reduce_scatter(tensor, own)
 
     expected = program()
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +98,7 @@ def collectives_of_a_backend_give_the_bits_of_messages() -> None:
 
 @case
 def a_rebuild_without_the_groups_goes_on_without_nodes() -> None:
-    """And loses nothing."""
+    """Nothing is lost."""
     groups, w = [dist.new_group([*range(first, first + M)]) for first in range(0, P, M)], {"w": (1000,)}
     reducer = sc.Reducer(gradients(0, RANK, w), 0.1, op="sum", nodes=groups[RANK // M], wire="packed", dense_steps=0)
     pushed, sums = np.zeros(1000), np.zeros(1000)
@@ -117,9 +111,9 @@ def a_rebuild_without_the_groups_goes_on_without_nodes() -> None:
         pushed += gradient
         reducer.reduce({"w": gradient})
         sums += gradient
-    kept = torch.from_numpy(reducer.residual("w").astype(np.float64) - pushed)
-    dist.all_reduce(kept)
-    assert np.array_equal(kept.numpy(), -sums)
+    waiting = torch.from_numpy(reducer.residual("w").astype(np.float64) - pushed)
+    dist.all_reduce(waiting)
+    assert np.array_equal(waiting.numpy(), -sums)
 
 
 @case

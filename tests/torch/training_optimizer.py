@@ -1,4 +1,4 @@
-"""Cases of `DistributedOptimizer` alone, on every rank: see `test_training.py`."""
+"""Cases for `DistributedOptimizer` only, on every rank: see `test_training.py`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.torch.training_ranks import (
 
 @case
 def gradients_that_did_not_come_from_backward() -> None:
-    """`step` exchanges them, once; `synchronize` does it before."""
+    """`step` exchanges them once, or `synchronize` does before it."""
     training = Training()
     for step in range(4):
         training.set(gradients(step, RANK))
@@ -47,13 +47,13 @@ def gradients_that_did_not_come_from_backward() -> None:
         training.update()
         training.compare(gradients_by_rank(step))
     training.optimizer.zero_grad()
-    training.update()  # without a backward pass: what waits stays
+    training.update()  # without a backward pass: residuals stay
     training.compare([{}] * P)
 
 
 @case
 def closures() -> None:
-    """A closure's gradients are exchanged as often as it is called, and whether or not it makes a backward pass."""
+    """A closure's gradients are exchanged at each call, with or without a backward pass."""
     training = Training()
 
     def closure() -> torch.Tensor:
@@ -68,7 +68,7 @@ def closures() -> None:
     for step in range(4):
         assert training.optimizer.step(closure).ndim == 0
         training.compare(gradients_by_rank(step))
-    training.set(gradients(8, RANK))  # after a closure too, step exchanges what is new
+    training.set(gradients(8, RANK))  # step exchanges new gradients after a closure, too
     training.update()
     training.compare(gradients_by_rank(8))
 
@@ -80,7 +80,7 @@ def closures() -> None:
         several.optimizer.zero_grad()
         loss: torch.Tensor = several.model(x).square().mean()
         loss.backward()
-        return loss.detach()  # PyTorch 2.8 warns of others
+        return loss.detach()  # PyTorch 2.8 warns of losses with gradients
 
     several.optimizer.step(of_line)
     assert several.exchange.reducer.step > 1
@@ -88,7 +88,7 @@ def closures() -> None:
 
 @case
 def two_backward_passes_before_a_step() -> None:
-    """The second adds to the mean of the first, and both are exchanged: nothing is lost, or counted twice."""
+    """The second pass adds to the mean of the first. Both are exchanged, and nothing is counted twice."""
     training = Training()
     oracle = training.oracle
     for step in range(3):
@@ -97,7 +97,7 @@ def two_backward_passes_before_a_step() -> None:
         loss.backward(retain_graph=True)
         oracle.exchange(gradients_by_rank(step))
         means = {name: p.grad for name, p in oracle.named.items()}
-        if P != 3:  # a third is not exact
+        if P != 3:  # thirds are not exact
             loss.backward()
             oracle.exchange([{n: means[n] + g for n, g in mine.items()} for mine in gradients_by_rank(step)])
         oracle.optimizer.step()
@@ -107,24 +107,24 @@ def two_backward_passes_before_a_step() -> None:
 
 @case
 def two_networks() -> None:
-    """As in a GAN: two optimizers, and passes that reach both networks."""
+    """As in a GAN, backward passes of two optimizers reach both networks."""
     both = first, second = Training(), Training()
     for step in range(3):
         for mine in both:
-            for each in both:
-                each.optimizer.zero_grad()
+            for training in both:
+                training.optimizer.zero_grad()
             (first.model(gradients(step, RANK)) + second.model(gradients(step + 9, RANK))).backward()
-            for each, which in ((first, step), (second, step + 9)):
-                each.oracle.exchange(gradients_by_rank(which))
+            for training, number in ((first, step), (second, step + 9)):
+                training.oracle.exchange(gradients_by_rank(number))
             mine.update()
             mine.oracle.optimizer.step()
-            for each in both:
-                same_everywhere(each.model)
-    for each in both:
-        each.check()
+            for training in both:
+                same_everywhere(training.model)
+    for training in both:
+        training.check()
 
 
-# -- the optimizer that is wrapped -------------------------------------------------------------------------------------
+# -- the wrapped optimizer --------------------------------------------------------------------------------------------
 
 
 @case
@@ -140,11 +140,11 @@ def hooks_of_steps_run_once() -> None:
 
 @case
 def the_optimizer_that_was_given() -> None:
-    """It steps with the same gradients, and keeps the exchange alive."""
+    """The wrapped optimizer steps with the same gradients, and keeps the exchange alive."""
     plain: list[torch.optim.Optimizer] = []
     training = Training(make=lambda p: plain.append(SGD(p, lr=0.5, momentum=0.5)) or plain[-1])
     for step in range(4):
-        training.optimizer = (training.exchange, plain[-1])[step % 2]  # after that of the oracle
+        training.optimizer = (training.exchange, plain[-1])[step % 2]
         if step == 3:
             training.exchange = plain[-1]
         training.follow(gradients_by_rank(step))
@@ -157,7 +157,7 @@ def copies() -> None:
             copied(Training().optimizer)
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ----------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -168,7 +168,7 @@ def what_is_dropped_is_freed() -> None:
     watched = [weakref.ref(x) for x in (training.optimizer, training.exchange.reducer, model, model.a)]
     gc.disable()
     del training
-    assert [w() is None for w in watched] == [True, True, False, False]  # at once, as it must be on all ranks
+    assert [w() is None for w in watched] == [True, True, False, False]  # freed at once, as on all ranks
     gc.enable()
     alone(model)
     again = Training(model=model)
@@ -183,9 +183,9 @@ def an_optimizer_that_is_removed() -> None:
     model = Chosen()
     plain = sgd(model.parameters())
     optimizer = DistributedOptimizer(plain, model.named_parameters(), **EXACT)
-    for given in (plain, optimizer):
+    for inner in (plain, optimizer):
         with pytest.raises(sc.InvalidInputError, match="wrapped already"):
-            DistributedOptimizer(given, model.named_parameters())
+            DistributedOptimizer(inner, model.named_parameters())
     with pytest.raises(sc.InvalidInputError, match=r"gradient of a is exchanged already.*DistributedOptimizer"):
         Training(model=model)
     optimizer.remove()
@@ -193,18 +193,18 @@ def an_optimizer_that_is_removed() -> None:
     if RANK == ODD:
         optimizer.step()
     again = Training(model=model, make=lambda _: plain, check_weights_every=None)
-    again.step(gradients(2, RANK))  # of weights that differ
+    again.step(gradients(2, RANK))  # with different weights
     assert again.exchange.reducer.step == 1
-    optimizer.remove()  # it shares all it has with the others
+    optimizer.remove()  # it shares its objects with the others
     alone(model)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @case_of_several
 def settings_that_differ() -> None:
-    """The error names the setting. Ranks whose settings agree again go on; settings without an effect may differ."""
+    """The error names the setting. Ranks continue when settings agree again. Settings without effect may differ."""
     for make, ours, theirs in (
         (SGD, {"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.25)}),
         (SGD, {"lr": 0.5, "nesterov": False}, {"lr": 0.5, "nesterov": True}),
@@ -218,8 +218,8 @@ def settings_that_differ() -> None:
             training.step(gradients(0, RANK))
             for group in changed:
                 group.update(theirs if RANK == ODD else {})
-            found = rf"{option}{name} is (\S+|\(.*\)) on rank \d and (?!\1)(\S+|\(.*\)) on rank \d"
-            with soon(), pytest.raises(sc.CollectiveMismatchError, match=found):
+            message = rf"{option}{name} is (\S+|\(.*\)) on rank \d and (?!\1)(\S+|\(.*\)) on rank \d"
+            with soon(), pytest.raises(sc.CollectiveMismatchError, match=message):
                 training.backward(gradients(0, RANK))
 
 
@@ -244,18 +244,18 @@ def wrong_arguments() -> None:
 
 @case
 def sparse_gradients() -> None:
-    """All ranks have them: they are refused before anything is sent. One rank has: the others wait for it in vain."""
+    """On all ranks, they are refused before anything is sent. On one rank, the others time out."""
     group = dist.new_group(backend="gloo")
     of(group)
     for who in (range(P), [ODD]):
-        training = Training(model=nn.Embedding(50, 4, sparse=RANK in who), comm=group)  # exchange ends with it
+        training = Training(model=nn.Embedding(50, 4, sparse=RANK in who), comm=group)
         loss = training.model(torch.tensor([RANK, 3])).sum()
         with timeout(1), soon():
             if RANK in who:
                 with pytest.raises(sc.InvalidInputError, match=r"the gradient of weight is sparse .* sparse=False"):
                     loss.backward()
             else:
-                # who times out first tells the others, and they may hear of it before their own time is up
+                # the first rank to time out informs the others, perhaps before their own timeout
                 with pytest.raises(sc.TransportError, match=r"waited 1 s for rank|left call"):
                     loss.backward()
         training.optimizer.remove()
@@ -264,13 +264,13 @@ def sparse_gradients() -> None:
 
 @case
 def a_backward_pass_that_fails_everywhere() -> None:
-    """What came before it is exchanged by `synchronize`; to go on without is an error that says so."""
+    """`synchronize` exchanges the gradients before the failure. Continuing without it raises an error."""
     training = Training()
     model = training.model
     training.follow(gradients_by_rank(0))
     training.optimizer.zero_grad()
     part, rest = ({n: g for n, g in gradients(1, RANK).items() if n in names} for names in ("ab", "cde"))
-    loss = Fails.apply(model(part))  # autograd goes backward from what was computed last
+    loss = Fails.apply(model(part))  # autograd starts with the operation that was computed last
     with pytest.raises(ValueError, match="planted"):
         (loss + model(rest)).backward()
     assert [n for n, p in model.named_parameters() if p.grad is not None] == ["c", "d", "e"]

@@ -1,4 +1,4 @@
-"""What cases of training share, in a process that is one rank: a model with any gradient, its training, the oracle.
+"""Shared by cases of training, each process being one rank: a model with chosen gradients, its training, the oracle.
 
 ``main(FOLDER, NAME, ...)`` runs the cases of files by name.
 """
@@ -29,20 +29,20 @@ from sparsecomm.torch import DistributedOptimizer, register, register_fsdp
 from tests import reference
 
 RANK, P = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-ODD = 1 % P  # the rank that does something else
+ODD = 1 % P  # the rank that deviates
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 3, 4, 2), "d": (290,), "e": (1,)}
 DENSITY = 0.1
-EXACT = {"density": DENSITY, "scope": "tensor", "dense_below": 0}  # what the oracle does
+EXACT = {"density": DENSITY, "scope": "tensor", "dense_below": 0}  # as in the oracle
 SMALL = 0.0004  # MB in a bucket of DDP: several buckets
 WAYS = ("hook", "hook of views", "optimizer")
 Gradients = dict[str, torch.Tensor]
 
-FOLDER = Path()  # of this run
+FOLDER = Path()  # set by `main`
 CASES: list[Callable[[], None]] = []
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
-    """On any number of ranks."""
+    """Register a case for any number of ranks."""
     CASES.append(function)
     return function
 
@@ -52,12 +52,12 @@ def case_of_several(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def main(folder: str, *names: str) -> None:
-    """Run the cases of ``names``. Ranks that wait for one that fails are killed: see `tests.examples.conftest`."""
+    """Run the cases of ``names``. The starter kills ranks that wait for a failed one: see `tests.examples.conftest`."""
     warnings.resetwarnings()
     warnings.simplefilter("error")
     for known in ("Adam divides gradients", "DTensor random operators"):
         warnings.filterwarnings("ignore", known)
-    os.environ.update(SPARSECOMM_PROFILE="none", GLOO_SOCKET_IFNAME="lo")  # "auto" chooses alike in every run
+    os.environ.update(SPARSECOMM_PROFILE="none", GLOO_SOCKET_IFNAME="lo")  # makes the choice of "auto" reproducible
     torch.set_num_threads(1)
     global FOLDER
     FOLDER = Path(folder)
@@ -76,7 +76,7 @@ def main(folder: str, *names: str) -> None:
 
 
 class Chosen(nn.Module):
-    """Its gradients are what it is given, whatever the weights are."""
+    """A model whose gradients are its input, whatever the weights are."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtypes: Iterable[torch.dtype] = ()) -> None:
         super().__init__()
@@ -93,19 +93,19 @@ class Chosen(nn.Module):
 
 
 def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Gradients:
-    """Whole numbers, of which sums are exact. None is all zeros, which the hook takes for no gradient."""
+    """Return integers, whose sums are exact. None is all zeros, which the hook treats as no gradient."""
     random = torch.Generator().manual_seed(1000 * step + rank)
-    found = {name: torch.randint(-4, 5, shape, generator=random).float() for name, shape in shapes.items()}
-    for gradient in found.values():
+    arrays = {name: torch.randint(-4, 5, shape, generator=random).float() for name, shape in shapes.items()}
+    for gradient in arrays.values():
         if not gradient.any():
             gradient.view(-1)[:1] = 1
-    return found
+    return arrays
 
 
 def gradients_by_rank(
     step: int, without: Mapping[int, str] | None = None, shapes: Mapping[str, tuple[int, ...]] = SHAPES
 ) -> list[Gradients]:
-    """Of all ranks; ``without``: the names that a rank does not use, letters in a text."""
+    """Return the gradients of all ranks; ``without``: the names that each rank does not use, as letters of a string."""
     unused, ranks = without or {}, range(P)
     return [{n: g for n, g in gradients(step, rank, shapes).items() if n not in unused.get(rank, "")} for rank in ranks]
 
@@ -121,11 +121,11 @@ def _mesh() -> Any:
 
 
 class Training:
-    """The training of a model, in one of the ways in which gradients are exchanged, and that of its oracle.
+    """Training of a model with one way of exchanging gradients, and its oracle.
 
     Attributes:
-        run: what goes forward: DDP, or the model itself.
-        exchange: what has the reducer and its state.
+        run: the callable for forward passes: DDP or the model itself.
+        exchange: the object with the reducer and its state.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Training:
             self.run = DistributedDataParallel(self.model, **{**views, **ddp})
             self.exchange = register(self.run, **settings) if way != "ddp" else None
 
-    def backward(self, given: Gradients) -> None:
-        loss = self.run(given)
+    def backward(self, gradients: Gradients) -> None:
+        loss = self.run(gradients)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self) -> None:
@@ -163,18 +163,18 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 
-    def step(self, given: Gradients, none: bool = True) -> None:
+    def step(self, gradients: Gradients, none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=none)
-        self.backward(given)
+        self.backward(gradients)
         self.update()
 
     def follow(self, by_rank: list[Gradients], none: bool = True) -> None:
-        """Make a step, and the oracle's: all that there is then is alike."""
+        """Make a step and the oracle's, and compare them."""
         self.step(by_rank[RANK], none)
         self.compare(by_rank)
 
     def compare(self, by_rank: list[Gradients]) -> None:
-        """Make the step of the oracle that has been made with these gradients."""
+        """Make the oracle's step with the same gradients, and compare."""
         self.oracle.step(by_rank)
         self.check()
 
@@ -186,26 +186,26 @@ class Training:
         return state["sparsecomm"] if self.way == "optimizer" else state
 
     def load(self, state: Any) -> None:
-        whole = {**self.optimizer.state_dict(), "sparsecomm": state} if self.way == "optimizer" else state
-        self.exchange.load_state_dict(whole)
+        complete = {**self.optimizer.state_dict(), "sparsecomm": state} if self.way == "optimizer" else state
+        self.exchange.load_state_dict(complete)
 
     def end(self) -> None:
         if hasattr(self.exchange, "remove"):
             self.exchange.remove()
 
-    def set(self, given: Gradients) -> None:
+    def set(self, gradients: Gradients) -> None:
         """Set gradients without a backward pass."""
         for name, p in self.model.named_parameters():
-            p.grad = torch.empty_like(p).copy_(given[name])
+            p.grad = torch.empty_like(p).copy_(gradients[name])
 
 
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
 
 class Oracle:
-    """All ranks at once, in plain NumPy: each tensor's sum of gradient and residual, its top-k, their sum, the mean.
+    """All ranks at once, in plain NumPy: per tensor, add gradient and residual, select the top k, sum, and average.
 
-    What "split" does not take of their sum goes back to the ranks that selected it. This rank is ``rank`` of ``ranks``.
+    Entries that "split" drops from the sum return to the ranks that selected them. This rank is ``rank`` of ``ranks``.
     """
 
     def __init__(
@@ -229,28 +229,28 @@ class Oracle:
         return (flat if flat.dtype == torch.float64 else flat.float()).numpy().copy()
 
     def exchange(self, by_rank: list[Gradients]) -> None:
-        """Make gradients of the mean. What waits on a rank without a gradient stays; without any there is no mean."""
+        """Set gradients to means. A rank without a gradient keeps its residual. Without gradients there is no mean."""
         for name, parameter in self.named.items():
-            n, with_gradient = parameter.numel(), [name in given for given in by_rank]
+            n, with_gradient = parameter.numel(), [name in gradients for gradients in by_rank]
             if n == 0 or not any(with_gradient):
                 parameter.grad = None
                 continue
-            for given, kept in zip(by_rank, self.residuals, strict=True):
-                if name in given:
-                    kept[name] += self._accumulated(given[name])
+            for gradients, residual in zip(by_rank, self.residuals, strict=True):
+                if name in gradients:
+                    residual[name] += self._accumulated(gradients[name])
             k = max(1, round(DENSITY * n))
-            residuals = [kept for kept, has in zip(self.residuals, with_gradient, strict=True) if has]
+            residuals = [residual for residual, has in zip(self.residuals, with_gradient, strict=True) if has]
             zeros = self._accumulated(parameter) * 0
-            given = [kept[name] if has else zeros for kept, has in zip(self.residuals, with_gradient, strict=True)]
-            chosen = [reference.topk(kept[name], k) for kept in residuals]
-            total = reference.dense(reference.allreduce("allgather", given, k, range(self.ranks)), n)
-            for kept, (indices, values) in zip(residuals, chosen, strict=True):
-                kept[name][indices] -= values
+            inputs = [r[name] if has else zeros for r, has in zip(self.residuals, with_gradient, strict=True)]
+            chosen = [reference.topk(residual[name], k) for residual in residuals]
+            total = reference.dense(reference.allreduce("allgather", inputs, k, range(self.ranks)), n)
+            for residual, (indices, values) in zip(residuals, chosen, strict=True):
+                residual[name][indices] -= values
             if self.algorithm == "split":
                 winners = reference.dense(reference.topk(total, k), n)
-                for kept, (indices, values) in zip(residuals, chosen, strict=True):
+                for residual, (indices, values) in zip(residuals, chosen, strict=True):
                     back = winners[indices] == 0
-                    kept[name][indices[back]] = values[back]
+                    residual[name][indices[back]] = values[back]
                 total = winners
             mean = torch.from_numpy(total / total.dtype.type(self.ranks)).reshape(parameter.shape).to(parameter.dtype)
             parameter.grad = torch.empty_like(parameter).copy_(mean)
@@ -260,22 +260,22 @@ class Oracle:
         self.optimizer.step()
 
     def check(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """This rank's weights and residuals are the oracle's, bit for bit."""
+        """Check that this rank's weights and residuals equal the oracle's bit for bit."""
         for name, parameter in model.named_parameters():
             if name in self.named:
                 assert torch.equal(parameter, self.named[name]), name
-        for name, kept in self.residuals[self.rank].items():
+        for name, residual in self.residuals[self.rank].items():
             scale = state["loss_scale"] or 1
-            assert np.array_equal(state["residuals"][name].numpy().reshape(-1) / scale, kept), name
+            assert np.array_equal(state["residuals"][name].numpy().reshape(-1) / scale, residual), name
 
 
 # -- all ranks --------------------------------------------------------------------------------------------------------
 
 
 def all_gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * P
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * P
+    dist.all_gather_object(values, value)
+    return values
 
 
 def flat(model: nn.Module) -> np.ndarray[Any, Any]:
@@ -283,14 +283,14 @@ def flat(model: nn.Module) -> np.ndarray[Any, Any]:
 
 
 def same_everywhere(model: nn.Module) -> np.ndarray[Any, Any]:
-    """The weights, which are those of all ranks."""
+    """Return the weights, after a check that all ranks have the same."""
     mine = flat(model)
-    assert all(np.array_equal(mine, theirs) for theirs in all_gather(mine))
+    assert all(np.array_equal(mine, other) for other in all_gather(mine))
     return mine
 
 
 def alone(model: nn.Module) -> None:
-    """One rank makes a pass, and nobody waits."""
+    """Let one rank make a backward pass without the others."""
     if RANK == ODD:
         with soon():
             model.zero_grad()
@@ -299,7 +299,7 @@ def alone(model: nn.Module) -> None:
 
 
 class Fails(torch.autograd.Function):
-    """Its backward pass does."""
+    """An operation whose backward pass fails."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -310,10 +310,10 @@ class Fails(torch.autograd.Function):
         raise ValueError("planted")
 
 
-def held(state: Mapping[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
-    """The residuals of all ranks, without the scale of the loss."""
+def all_residuals(state: Mapping[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """Return the residuals of all ranks, without the scale of the loss."""
     scale = state["loss_scale"] or 1
-    return all_gather({name: kept.numpy().reshape(-1) / scale for name, kept in state["residuals"].items()})
+    return all_gather({name: residual.numpy().reshape(-1) / scale for name, residual in state["residuals"].items()})
 
 
 @contextmanager
@@ -325,7 +325,7 @@ def timeout(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def soon(seconds: float = 60) -> Iterator[None]:
-    """Far from the timeouts of torch, and of this library."""
+    """Check that the block ends long before any timeout."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds

@@ -1,4 +1,4 @@
-"""Cases of checkpoints of `torch.distributed.checkpoint`, on every rank: see `test_training.py`."""
+"""Cases of checkpoints with `torch.distributed.checkpoint`, on every rank: see `test_training.py`."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def made(way: str, comm: Any = None) -> tuple[nn.Module, Any]:
 
 
 def stepped(*steps: int, trainings: list[tuple[nn.Module, Any]]) -> None:
-    """Make these steps in all runs, which end alike: weights, and the sums of residuals."""
+    """Make steps in all runs, and check that weights and the sums of residuals are equal."""
     for step in steps:
         for model, optimizer in trainings:
             optimizer.zero_grad()
             model(gradients(step, RANK)).backward()
             optimizer.step()
-    (model, optimizer), (other, its) = trainings[0], trainings[-1]
+    (model, optimizer), (other, other_optimizer) = trainings[0], trainings[-1]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-    assert torch.equal(waiting(optimizer), waiting(its))
+    assert torch.equal(waiting(optimizer), waiting(other_optimizer))
 
 
 def waiting(optimizer: Any, group: Any = None) -> torch.Tensor:
-    """The sum of all ranks' residuals."""
+    """Return the sum of all ranks' residuals."""
     parts = [torch.from_numpy(optimizer.reducer.residual(name)).reshape(-1) for name in optimizer.reducer.names]
     total = torch.cat(parts).double()
     dist.all_reduce(total, group=group)
@@ -72,30 +72,30 @@ def removed() -> None:
 @case
 @quiet()
 def states_that_dcp_saves() -> None:
-    """Beside a model, or as trainers get and set them, by names of parameters: they go on as if they had not stopped.
+    """Saved beside a model, or by parameter names as in trainers, training continues as without the stop.
 
-    Fewer ranks share out what all had.
+    Fewer ranks divide the state of all.
     """
     fewer = dist.new_group(list(range(max(1, P - 1))))
     for way, by_name in product(WAYS, (False, True)):
         (model, optimizer), (again, other) = made(way), made(way)
-        residuals, its = (o.residuals_apart() if by_name else o for o in (optimizer, other))
-        if by_name and way == "SparseAdamW":  # one that has made no step, and whose state has been got, can train
+        residuals, other_residuals = (o.residuals_apart() if by_name else o for o in (optimizer, other))
+        if by_name and way == "SparseAdamW":  # getting the state before any step must not break training
             get_optimizer_state_dict(model, optimizer)
             assert optimizer.reducer.step == 0
         stepped(0, 1, 2, trainings=[(model, optimizer)])
         before = waiting(optimizer)
-        optimizer.zero_grad()  # PyTorch makes a step without gradients and rate, where there is no state
+        optimizer.zero_grad()  # without state, PyTorch makes a step without gradients at learning rate 0
         saved, room = (parts(m, o) if by_name else {"model": m} for m, o in ((model, optimizer), (again, other)))
         dcp.save({**saved, "sparse": Stateful(residuals)}, checkpoint_id=SAVED)
         assert torch.equal(waiting(optimizer), before)
-        dcp.load({**room, "sparse": Stateful(its, SAVED)}, checkpoint_id=SAVED)
+        dcp.load({**room, "sparse": Stateful(other_residuals, SAVED)}, checkpoint_id=SAVED)
         if by_name:
             set_state_dict(again, other, model_state_dict=room["model"], optim_state_dict=room["optimizer"])
         stepped(3, 4, trainings=[(model, optimizer), (again, other)])
         if by_name:
             with pytest.raises(sc.InvalidInputError, match="residuals_apart"):
-                made(way)[1].load_state_dict(optimizer.state_dict())  # which has none
+                made(way)[1].load_state_dict(optimizer.state_dict())  # a state without residuals
         elif max(1, P - 1) > RANK:
             _, few = made(way, fewer)
             dcp.load({"sparse": Stateful(few, SAVED, comm=fewer)}, checkpoint_id=SAVED, process_group=fewer)

@@ -24,11 +24,11 @@ SHARDS = 2
 MESH = init_device_mesh("cpu", (P // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
 REPLICA, SHARD = divmod(RANK, SHARDS)
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 24), "d": (8201,), "e": (1,)}
-PARTS = {"first": ("a", "b", "c"), "second": ("d", "e")}  # of which one is a group of its own, and one the root's
+PARTS = {"first": ("a", "b", "c"), "second": ("d", "e")}  # one is an FSDP group, one belongs to the root
 
 
 class Parts(nn.Module):
-    """Two groups of FSDP. Rows do not divide by the shards, and of "e" there is none for the last."""
+    """Two FSDP groups. Rows do not divide evenly by the shards, and the last shard of "e" is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Parts(nn.Module):
         return torch.stack([m(g) for m, g in zip((self.first, self.second), parts, strict=True) if g]).sum()
 
 
-def given(step: int, rank: int, unused: str = "") -> Gradients:
+def gradients_of(step: int, rank: int, unused: str = "") -> Gradients:
     return {name: g for name, g in gradients(step, rank, SHAPES).items() if name not in unused}
 
 
@@ -50,19 +50,19 @@ def sharded(mesh: Any, **options: Any) -> Any:
 
 
 def hybrid(density: float | None = None, **options: Any) -> tuple[Any, Any]:
-    """A model on its shards alone, with the replicas as comm."""
+    """Return a model that is sharded only, with its replicas as the communicator."""
     model = sharded(MESH["shard"], **options)
     exact = {**EXACT, "algorithm": "split"} if density is None else {"density": density}
     return model, register_fsdp(model, comm=MESH["replicate"].get_group(), **exact)
 
 
-def shard_of(whole: torch.Tensor, shard: int = SHARD) -> torch.Tensor:
-    rows = torch.chunk(whole, SHARDS)
-    return rows[shard] if shard < len(rows) else whole[:0]
+def shard_of(tensor: torch.Tensor, shard: int = SHARD) -> torch.Tensor:
+    rows = torch.chunk(tensor, SHARDS)
+    return rows[shard] if shard < len(rows) else tensor[:0]
 
 
 class Shards(nn.Module):
-    """This rank's shards, as an `Oracle` takes them: of the mean over the ranks that shard, across replicas."""
+    """This rank's shards for an `Oracle`: replicas exchange the mean over the shard group."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Shards(nn.Module):
 
 
 def shards_by_replica(by_rank: list[Gradients]) -> list[Gradients]:
-    found = []
+    shards = []
     for first in range(0, P, SHARDS):
         means = {
             name: sum(by_rank[first + s].get(name, torch.zeros(shape)) for s in range(SHARDS)) / SHARDS
@@ -79,8 +79,8 @@ def shards_by_replica(by_rank: list[Gradients]) -> list[Gradients]:
             if any(name in by_rank[first + s] for s in range(SHARDS))
         }
         of_part = {name: part for part, names in PARTS.items() for name in names}
-        found.append({f"{of_part[name]}_{name}": shard_of(mean) for name, mean in means.items()})
-    return found
+        shards.append({f"{of_part[name]}_{name}": shard_of(mean) for name, mean in means.items()})
+    return shards
 
 
 # -- hybrid FSDP2 -----------------------------------------------------------------------------------------------------
@@ -88,41 +88,41 @@ def shards_by_replica(by_rank: list[Gradients]) -> list[Gradients]:
 
 @case
 def dense_sums_are_fsdps() -> None:
-    """Bit for bit, in float32 and where shards are summed in bfloat16: gradients are small whole numbers."""
+    """Equal bit for bit, in float32 and with bfloat16 sums, since gradients are small integers."""
     for reduce_dtype in (None, torch.bfloat16):
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         plain = sharded(MESH, mp_policy=policy)
-        found = [hybrid(1.0, mp_policy=policy, reshard_after_forward=reshard) for reshard in (True, False)]
-        models = [plain, *(model for model, _ in found)]
+        pairs = [hybrid(1.0, mp_policy=policy, reshard_after_forward=reshard) for reshard in (True, False)]
+        models = [plain, *(model for model, _ in pairs)]
         optimizers = [sgd(model.parameters()) for model in models]
         for step in range(2):
             for model in models:
-                model(given(step, RANK)).backward()
+                model(gradients_of(step, RANK)).backward()
             for model in models[1:]:
                 for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
                     assert torch.equal(p.grad.to_local(), q.grad.to_local()), (reduce_dtype, name)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert all(state.reducer.counters.bytes_sent > 0 for _, state in found)
-    model, state = found[0]  # without the state gradients are those of the shard group
+        assert all(state.reducer.counters.bytes_sent > 0 for _, state in pairs)
+    model, state = pairs[0]  # without the state, gradients are means over the shard group only
     state.remove()
-    model(given(3, RANK)).backward()
-    mine = shards_by_replica([given(3, rank) for rank in range(P)])[REPLICA]
+    model(gradients_of(3, RANK)).backward()
+    mine = shards_by_replica([gradients_of(3, rank) for rank in range(P)])[REPLICA]
     for name, p in model.named_parameters():
         assert torch.equal(p.grad.to_local(), mine[name.replace(".", "_")])
 
 
 @case
 def sparse_sums_are_the_oracles() -> None:
-    """Bit for bit, also with passes that only add up, unused parameters, and a checkpoint."""
+    """Equal bit for bit, with gradient accumulation, unused parameters and a checkpoint."""
     model, state = hybrid()
     optimizer = sgd(model.parameters())
     oracle = Oracle(Shards(model), rank=REPLICA, ranks=P // SHARDS)
     for step, (adds, unused) in enumerate(
         [("", ""), ("no_sync", ""), ("switch", ""), ("", "bd"), ("", "ade"), ("", "")]
     ):
-        by_rank = [given(step, rank, unused) for rank in range(P)]
+        by_rank = [gradients_of(step, rank, unused) for rank in range(P)]
         if step == 3:
             saved = io.BytesIO()
             torch.save((state.state_dict(), model.state_dict()), saved)
@@ -135,21 +135,21 @@ def sparse_sums_are_the_oracles() -> None:
             optimizer = sgd(model.parameters())
         if adds == "no_sync":
             with state.no_sync():
-                model(given(step + 9, RANK)).backward()
+                model(gradients_of(step + 9, RANK)).backward()
         elif adds:
             model.set_requires_gradient_sync(False)
-            model(given(step + 9, RANK)).backward()
+            model(gradients_of(step + 9, RANK)).backward()
             model.set_requires_gradient_sync(True)
         model(by_rank[RANK]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        added = [given(step + 9, rank) if adds else {} for rank in range(P)]
+        added = [gradients_of(step + 9, rank) if adds else {} for rank in range(P)]
         sums = [{n: g + a.get(n, 0) for n, g in b.items()} for a, b in zip(added, by_rank, strict=True)]
         oracle.step(shards_by_replica(sums))
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.to_local(), oracle.named[name.replace(".", "_")]), name
-        for name, kept in state.state_dict()["residuals"].items():
-            assert np.array_equal(kept.numpy().reshape(-1), oracle.residuals[REPLICA][name.replace(".", "_")]), name
+        for name, residual in state.state_dict()["residuals"].items():
+            assert np.array_equal(residual.numpy().reshape(-1), oracle.residuals[REPLICA][name.replace(".", "_")]), name
 
 
 # -- DTensors ---------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def weights_by_shard() -> None:
     replicas = MESH["replicate"].get_group()
     if RANK == P - 1:
         model.second.d.detach().to_local().fill_(7)
-    if SHARD == 1:  # other shards do not take part
+    if SHARD == 1:  # only one shard takes part
         with pytest.raises(sc.WeightMismatchError, match=r"second\.d.* rank 1 differ from rank 0"):
             sc.check_weights(model.named_parameters(), comm=replicas)
     broadcast_parameters(model.named_parameters(), comm=replicas)
@@ -171,7 +171,7 @@ def weights_by_shard() -> None:
 
 @case
 def what_cannot_be_summed_is_refused() -> None:
-    """Nothing is sent, but where only the others know."""
+    """Nothing is sent, unless only other ranks can notice."""
     plain, both, rows = sharded(init_device_mesh("cpu", (P,))), sharded(MESH), sharded(MESH["shard"])
     world, replicas = dist.group.WORLD, MESH["replicate"].get_group()
 
@@ -198,28 +198,29 @@ def what_cannot_be_summed_is_refused() -> None:
     with pytest.raises(sc.InvalidInputError, match="exchanged already"):
         register_fsdp(rows, comm=replicas)
     state.remove()
-    crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]  # other shards, of which no mesh knows
+    # The mesh does not know these groups of different shards.
+    crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]
     state = register_fsdp(rows, comm=crossed[0 if RANK in (0, P - 1) else 1])
     with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"is .* on rank \d and .*hold different shards"):
-        rows(given(0, RANK)).backward()
+        rows(gradients_of(0, RANK)).backward()
 
 
 @case
 def ranks_are_lost_and_found() -> None:
-    """A replica leaves, and comes back with its shards of the weights of the other."""
+    """A replica leaves, and returns with its shards of the other replica's weights."""
     model, state = hybrid()
     optimizer = sgd(model.parameters())
     both = MESH["replicate"].get_group()
     alone = [dist.new_group([rank]) for rank in range(P)][RANK]
-    model(given(0, RANK)).backward()
+    model(gradients_of(0, RANK)).backward()
     optimizer.step()
     before = state.state_dict()["residuals"]
     if REPLICA == 0:
         rebuilt = state.rebuild(alone)
         assert (rebuilt.size, rebuilt.ranks_lost) == (1, (1,))
-        assert all(torch.equal(kept, before[name]) for name, kept in state.state_dict()["residuals"].items())
+        assert all(torch.equal(residual, before[name]) for name, residual in state.state_dict()["residuals"].items())
         optimizer.zero_grad()
-        model(given(1, RANK)).backward()
+        model(gradients_of(1, RANK)).backward()
         optimizer.step()
     else:
         state.remove()
@@ -230,7 +231,7 @@ def ranks_are_lost_and_found() -> None:
     broadcast_parameters(model.named_parameters(), comm=both)
     for step in (2, 3):
         optimizer.zero_grad()
-        model(given(step, RANK)).backward()  # which checks the weights
+        model(gradients_of(step, RANK)).backward()  # checks the weights
         optimizer.step()
     sc.check_weights(model.named_parameters(), comm=both)
 
@@ -240,7 +241,7 @@ def ranks_are_lost_and_found() -> None:
 
 @case
 def local_steps_of_shards() -> None:
-    """Replicas of shards: as a plain loop by whole parameters."""
+    """Replicas of shards train like a plain loop with whole parameters."""
     comm = MESH["replicate"].get_group()
     for reshard in (True, False):
         model = sharded(MESH["shard"], reshard_after_forward=reshard)
@@ -248,22 +249,23 @@ def local_steps_of_shards() -> None:
         inner, inners = sgd(model.parameters()), [sgd(m.parameters()) for m in replicas]
         outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, nesterov=True)
         diloco = DiLoCo(model, inner, outer, 1.0, sync_every=2, comm=comm, scope="tensor", dense_below=0)
-        whole = Parts()
-        plain = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.5, nesterov=True)
+        unsharded = Parts()
+        plain = torch.optim.SGD(unsharded.parameters(), lr=0.5, momentum=0.5, nesterov=True)
         for step in range(4):
             inner.zero_grad()
-            model(given(step, RANK)).backward()
+            model(gradients_of(step, RANK)).backward()
             inner.step()
             for r, (replica, optimizer) in enumerate(zip(replicas, inners, strict=True)):
                 optimizer.zero_grad()
-                sum(replica(given(step, rank)) / SHARDS for rank in range(r * SHARDS, (r + 1) * SHARDS)).backward()
+                ranks = range(r * SHARDS, (r + 1) * SHARDS)
+                sum(replica(gradients_of(step, rank)) / SHARDS for rank in ranks).backward()
                 optimizer.step()
             if step % 2:
-                for p, *theirs in zip(whole.parameters(), *(m.parameters() for m in replicas), strict=True):
+                for p, *theirs in zip(unsharded.parameters(), *(m.parameters() for m in replicas), strict=True):
                     p.grad = sum(p.detach() - q.detach() for q in theirs) / len(theirs)
                 plain.step()
                 for replica in replicas:
-                    replica.load_state_dict(whole.state_dict())
+                    replica.load_state_dict(unsharded.state_dict())
             for (name, p), q in zip(model.named_parameters(), replicas[REPLICA].parameters(), strict=True):
                 assert torch.equal(p.to_local(), shard_of(q)), (step, name)
         assert all(p.grad is not None for p in model.parameters())
@@ -275,7 +277,7 @@ def local_steps_of_shards() -> None:
 
 @case
 def shards_under_adamw() -> None:
-    """Each rank has what one that trains its shard alone with the other replicas has, also after a checkpoint."""
+    """Each rank's result equals training its shard alone with the other replicas, also after a checkpoint."""
     comm = MESH["replicate"].get_group()
     settings: dict[str, Any] = {"lr": 0.05, "density": 0.2, "comm": comm}
     for overlap in (False, True):
@@ -284,8 +286,8 @@ def shards_under_adamw() -> None:
         ours = SparseAdamW(model.named_parameters(), overlap=overlap, **settings)
         plain = SparseAdamW(alone.named_parameters(), **settings)
         for step in range(6):
-            mine = shards_by_replica([given(step, rank) for rank in range(P)])[REPLICA]
-            model(given(step, RANK)).backward()
+            mine = shards_by_replica([gradients_of(step, rank) for rank in range(P)])[REPLICA]
+            model(gradients_of(step, RANK)).backward()
             for name, p in alone.named_parameters():
                 p.grad = mine[name].clone()
             ours.step()
@@ -294,23 +296,23 @@ def shards_under_adamw() -> None:
             for p, q in zip(model.parameters(), alone.parameters(), strict=True):
                 assert torch.equal(p.to_local(), q), step  # type: ignore[attr-defined]
             if step == 3:
-                parts = [ours.state[p]["exp_avg"] for p in model.parameters()]  # small ones, and a half of a large one
+                parts = [ours.state[p]["exp_avg"] for p in model.parameters()]  # small parts, and half of a large one
                 assert REPLICA or parts[4].placements == model.second.e.placements
                 state = io.BytesIO()
                 torch.save(ours.state_dict(), state)
                 state.seek(0)
                 ours.load_state_dict(torch.load(state, weights_only=False))
-            if step == 4:  # as trainers do that are built on torch.distributed.checkpoint
+            if step == 4:  # like trainers built on torch.distributed.checkpoint
                 residuals, (weights, theirs) = ours.residuals_apart(), get_state_dict(model, ours)
                 ours.remove()
                 model = sharded(MESH["shard"])
                 ours = SparseAdamW(model.named_parameters(), overlap=overlap, **settings)
-                its, (_, room) = ours.residuals_apart(), get_state_dict(model, ours)
+                new_residuals, (_, room) = ours.residuals_apart(), get_state_dict(model, ours)
                 for name, saved in theirs["state"].items():
                     assert {k: type(v) for k, v in saved.items()} == {
                         k: type(v) for k, v in room["state"][name].items()
                     }
-                its.load_state_dict(residuals.state_dict())
+                new_residuals.load_state_dict(residuals.state_dict())
                 set_state_dict(model, ours, model_state_dict=weights, optim_state_dict=theirs)
         ours.remove()
 
@@ -320,27 +322,27 @@ def shards_under_adamw() -> None:
 
 @case
 def tensor_parallel_parameters() -> None:
-    """Replicas train as one that sees the data of both. The norm's gradient is in parts when it comes."""
+    """Replicas train like one that sees the data of both. The norm's gradient arrives as partial sums."""
 
     def network() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
 
-    model, whole = network(), network()
+    model, plain_model = network(), network()
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
     plan["2"] = SequenceParallel(use_local_output=False)
     parallelize_module(model, MESH["shard"], plan)
     settings: dict[str, Any] = {"density": 1.0, "comm": MESH["replicate"].get_group()}
     optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **settings)
-    plain = sgd(whole.parameters())
+    plain = sgd(plain_model.parameters())
     for step in range(3):
-        x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(step))  # of both replicas
+        x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(step))  # the data of both replicas
         optimizer.zero_grad()
         model(x[2 * REPLICA : 2 * REPLICA + 2]).full_tensor().square().mean().backward()
         optimizer.step()
         plain.zero_grad()
-        whole(x).square().mean().backward()
+        plain_model(x).square().mean().backward()
         plain.step()
     assert optimizer.reducer.counters.bytes_sent > 0
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+    for (name, p), q in zip(model.named_parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q, msg=name)

@@ -1,4 +1,4 @@
-"""Cases that hold for the DDP hook and for `DistributedOptimizer`, on every rank: see `test_training.py`."""
+"""Cases for the DDP hook and `DistributedOptimizer`, on every rank: see `test_training.py`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.torch.training_ranks import (
     Fails,
     P,
     Training,
+    all_residuals,
     alone,
     case,
     case_of_several,
     gradients,
     gradients_by_rank,
-    held,
     same_everywhere,
     sgd,
     soon,
@@ -44,7 +44,7 @@ from tests.torch.training_ranks import (
 
 @case
 def weights_are_the_oracles() -> None:
-    """Also while DDP rebuilds its buckets, which are other ones than the state's."""
+    """DDP rebuilds its buckets meanwhile, which differ from the state's."""
     large, unused, static = {"bucket_cap_mb": 25}, {"find_unused_parameters": True}, {"static_graph": True}
     momentum: Any = lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)  # noqa: E731
     settings: list[tuple[str, str, Any, dict[str, Any], bool]] = [
@@ -84,7 +84,7 @@ def every_type() -> None:
 
 @case
 def frozen_and_tied_parameters() -> None:
-    """One parameter has two names, and one is frozen: it gets no gradient, and must not begin to be trained."""
+    """One parameter has two names. A frozen one gets no gradient and must stay frozen."""
     for way in WAYS:
         model = Chosen()
         model.a.requires_grad_(False)
@@ -103,7 +103,7 @@ def frozen_and_tied_parameters() -> None:
 
 @case
 def passes_add_up() -> None:
-    """Within no_sync, with backward_passes_per_step, and with a step before all passes are made."""
+    """Accumulation works with no_sync, with backward_passes_per_step, and with a step before all passes are made."""
     counts: list[tuple[str, int | None]] = [*((way, None) for way in WAYS), ("optimizer", 2), ("optimizer", 3)]
     for way, passes in counts:
         options: dict[str, Any] = {} if passes is None else {"backward_passes_per_step": passes}
@@ -126,7 +126,7 @@ def passes_add_up() -> None:
 
 
 def trained(stops: set[int], way: str, make: Any, pickled: bool, **options: Any) -> np.ndarray[Any, Any]:
-    """The weights after five steps, with stops before some of them, over which a checkpoint, or a pickle, gets it."""
+    """Return the weights after five steps, with stops before some. Training resumes from a checkpoint or a pickle."""
 
     def new() -> Training:
         torch.manual_seed(0)
@@ -165,7 +165,7 @@ def trained(stops: set[int], way: str, make: Any, pickled: bool, **options: Any)
 
 @case
 def stops_change_nothing() -> None:
-    """Whatever the state is made of: moments, velocities, the order of buckets, a schedule."""
+    """The state includes moments, velocities, the order of buckets and a schedule."""
     plain, momentum = (lambda p: SGD(p, 0.1)), (lambda p: SGD(p, 0.1, 0.5))
     for way, make, pickled, options in (
         ("hook", momentum, False, {}),
@@ -187,7 +187,7 @@ def scaled(way: str, scale: float = 16.0) -> Training:
 
 @case
 def an_infinity_on_one_rank() -> None:
-    """All ranks skip the step and halve their scale; finite gradients wait; nothing is lost, whatever the scale."""
+    """All ranks skip the step and halve the scale. Finite gradients stay in residuals, so nothing is lost."""
     cases = [("a", ""), ("d", "a"), ("e", "b")]
     for way, (infinite, unused) in zip(WAYS, cases, strict=True):
         training = scaled(way)
@@ -196,24 +196,24 @@ def an_infinity_on_one_rank() -> None:
             if step != 2:
                 training.follow(by_rank)
                 continue
-            before, weights = held(training.state()), same_everywhere(training.model)
+            before, weights = all_residuals(training.state()), same_everywhere(training.model)
             by_rank[ODD][infinite].view(-1)[-1] = torch.inf
             training.step(by_rank[RANK])
-            after = held(training.state())
+            after = all_residuals(training.state())
             for name in SHAPES:
                 new = [g[name].reshape(-1).numpy() for g in by_rank if name in g and g[name].isfinite().all()]
-                total = sum(kept[name] for kept in before) + sum(new)
-                assert np.array_equal(total, sum(kept[name] for kept in after)), (way, name)
+                total = sum(residuals[name] for residuals in before) + sum(new)
+                assert np.array_equal(total, sum(residuals[name] for residuals in after)), (way, name)
             assert np.array_equal(same_everywhere(training.model), weights)
             assert training.scaler.get_scale() == 8
-            training.oracle.residuals = [{n: kept.astype(np.float32) for n, kept in mine.items()} for mine in after]
-        assert training.scaler.get_scale() == 16  # halved, and grown after three steps
+            training.oracle.residuals = [{n: x.astype(np.float32) for n, x in mine.items()} for mine in after]
+        assert training.scaler.get_scale() == 16  # halved, then doubled after three steps
         assert training.exchange.reducer.counters.skipped == 1
 
 
 @case
 def the_scale_comes_back() -> None:
-    """A checkpoint goes on under a scaler of another scale."""
+    """Training from a checkpoint continues with a scaler of another scale."""
     for way, later in [*product(WAYS[::2], (16.0, 2.0)), (WAYS[1], 2.0)]:
         training = scaled(way)
         for step in range(4):
@@ -227,7 +227,7 @@ def the_scale_comes_back() -> None:
 
 @case
 def every_optimizer_hears_of_an_infinity() -> None:
-    """One scaler, an optimizer for each parameter: none applies what the residuals took back."""
+    """One scaler serves an optimizer per parameter: none applies gradients that returned to residuals."""
     for way in WAYS[:2]:
         training = scaled(way)
         optimizers: list[Any] = [sgd([p]) for p in training.model.parameters()]
@@ -238,13 +238,13 @@ def every_optimizer_hears_of_an_infinity() -> None:
         for optimizer in optimizers:
             training.scaler.step(optimizer)
         assert np.array_equal(same_everywhere(training.model), before)
-        kept = held(training.state())
-        assert np.array_equal(sum(k["a"] for k in kept), sum(g["a"].reshape(-1).numpy() for g in by_rank))
+        residuals = all_residuals(training.state())
+        assert np.array_equal(sum(k["a"] for k in residuals), sum(g["a"].reshape(-1).numpy() for g in by_rank))
 
 
 @case_of_several
 def weights_that_move_between_two_passes() -> None:
-    """Sharpness-aware minimization, as docs/guides/troubleshooting.md shows it, has other weights on each rank."""
+    """In sharpness-aware minimization, as in docs/guides/troubleshooting.md, ranks have different weights."""
     torch.manual_seed(0)
     model, x = nn.Linear(9, 4), torch.full((9,), 1.0 + RANK)
     for every in (0, None):
@@ -286,7 +286,7 @@ def a_group_that_was_destroyed() -> None:
 
 @case_of_several
 def a_backward_pass_that_fails_on_one_rank() -> None:
-    """It raises what it raised; the other ranks wait as long as they were told to, and no longer."""
+    """The rank raises the original error; the other ranks raise after the timeout."""
     for way in WAYS[::2]:
         group = dist.new_group(backend="gloo")
         training = Training(way, ddp={"process_group": group}, comm=group)
@@ -298,17 +298,17 @@ def a_backward_pass_that_fails_on_one_rank() -> None:
                 with pytest.raises(ValueError, match="planted"):
                     Fails.apply(loss).backward()
             else:
-                kept = {name: k.clone() for name, k in training.state()["residuals"].items()}
+                residuals = {name: k.clone() for name, k in training.state()["residuals"].items()}
                 with pytest.raises(sc.TransportError):
                     loss.backward()
-                for name, now in training.state()["residuals"].items():  # nothing of this rank is lost
-                    assert torch.equal(now, kept[name] + gradients(1, RANK)[name])
+                for name, now in training.state()["residuals"].items():  # this rank's gradients are not lost
+                    assert torch.equal(now, residuals[name] + gradients(1, RANK)[name])
         dist.barrier()
 
 
 @case
 def arguments_that_cannot_be_used() -> None:
-    """The same for both, whose own are in their files."""
+    """Arguments of both ways; each way's own arguments are tested in its file."""
     named = list(Chosen().named_parameters())
     for way, (parameters, options, match) in product(
         WAYS[::2],

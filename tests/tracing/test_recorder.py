@@ -1,4 +1,4 @@
-"""SPARSECOMM_TRACE records all messages of calls, SPARSECOMM_RANGES marks their parts, and results do not change."""
+"""SPARSECOMM_TRACE records all messages, SPARSECOMM_RANGES marks the parts of calls, and results do not change."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_both_ends_record_every_message_and_results_do_not_change(
         assert (len(sent), len(received)) == (counters.messages_sent, counters.messages_received)
         assert {part.name for call in calls for part in call.parts} <= set(PARTS)
         assert f"{algorithm.partition(':')[0]}" in calls[-1].description
-    found = list(messages(ranks))
-    assert len(found) == sum(outcome.value[3].messages_sent for outcome in outcomes)
-    for message in found:
+    recorded = list(messages(ranks))
+    assert len(recorded) == sum(outcome.value[3].messages_sent for outcome in outcomes)
+    for message in recorded:
         assert (message.receiver, message.nbytes) in message.sent.sent
         assert message.sent.start <= message.received.end
 
@@ -84,7 +84,7 @@ def call(transport: SimulatedTransport) -> sc.SparseVector:
 @settings(max_examples=20)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
 def test_communicators_are_distinguished(sizes: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each simulated job adds a communicator to the same files. Those of the same ranks are numbered in order."""
+    """Each simulated job adds a communicator to the same files. Communicators of the same ranks are numbered."""
     folder = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as monkeypatch:
         for P in sizes:
@@ -135,7 +135,7 @@ def test_an_unwritable_file_is_logged_once(
 
 
 def test_long_files_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder gets files with default names."""
+    """If the path is a folder, files get default names."""
     monkeypatch.setattr(recorder, "MAX_BYTES", 5000)
 
     def program(transport: SimulatedTransport) -> None:
@@ -278,5 +278,5 @@ def test_threads_write_while_other_threads_begin_new_files(
 
     at_once([work] * 4)
     file.end()
-    assert caplog.messages == []  # it would say that no events are written any more
+    assert caplog.messages == []  # else a warning says that events are dropped
     assert '"name":"end"' in (tmp_path / "t.json").read_text()

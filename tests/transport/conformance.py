@@ -1,7 +1,7 @@
-"""What every transport promises, as programs of ranks: `CASES`, by name.
+"""`CASES`, by name, that ranks run to test the promises of every transport.
 
-Those who start ranks run them: `tests/mpi/cases/test_transport.py` over MPI, `process_group/transport_cases.py` over
-TCP, and `test_simulated.py` those that need no real time.
+They run over MPI in `tests/mpi/cases/test_transport.py`, over TCP in `process_group/transport_cases.py`, and in
+`test_simulated.py` if they need no real time.
 """
 
 # ruff: noqa: PT012 - what a call raises, it raises on its way out
@@ -28,22 +28,22 @@ from sparsecomm.transport.base import MAX_CONTENTS_BYTES, Bytes, MessageMemory
 from tests import threads
 from tests.waiting import SOON, until
 
-ODD = 1  # the rank that does something else
+ODD = 1  # the rank that deviates
 
 
 class Ranks(ABC):
-    """The ranks that make a case, as one of them sees them. ``rank``, ``size``: as in MPI."""
+    """The ranks of a case, as seen by one of them. ``rank`` and ``size`` are as in MPI."""
 
     rank: int
     size: int
 
     @abstractmethod
     def comm(self) -> Any:
-        """Return what all ranks share and have made no call on, for `sparsecomm.transport.transport_of`. Collective."""
+        """Return a new communicator of all ranks, for `sparsecomm.transport.transport_of`. Collective."""
 
     @abstractmethod
     def half(self) -> Any:
-        """Return the same for the ranks whose numbers are even, or odd, as this one's is."""
+        """Return a new communicator of the ranks with even, or odd, numbers, like this rank's."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -63,7 +63,7 @@ class Ranks(ABC):
 def call(transport: Transport, name: bytes = b"call") -> Iterator[None]:
     """Make a collective call as the library does."""
     said = f"{transport.rank}:{name!r}"
-    transport.begin(name, lambda theirs, rank: CollectiveMismatchError(f"{said} {rank}:{theirs!r}"))
+    transport.begin(name, lambda content, rank: CollectiveMismatchError(f"{said} {rank}:{content!r}"))
     try:
         yield
     except BaseException as error:
@@ -95,7 +95,7 @@ def neighbours(transport: Transport) -> tuple[int, int]:
 
 
 def ring(transport: Transport, size: int = 10) -> None:
-    """Make one call that goes round, with contents checked."""
+    """Make a call in which each rank sends to the next, and check the contents."""
     after, before = neighbours(transport)
     with call(transport):
         got = transport.exchange(noise(size, transport.rank), after, before)
@@ -104,16 +104,16 @@ def ring(transport: Transport, size: int = 10) -> None:
 
 Case = Callable[[Ranks], None]
 CASES: dict[str, Case] = {}
-VIRTUAL: list[str] = []  # names of those that need no real time
+VIRTUAL: list[str] = []  # names of cases that need no real time
 
 
 def case(*, ranks: int = 1, real: bool = False) -> Callable[[Case], Case]:
-    """Register a case, for so many ranks at least."""
+    """Register a case that needs at least ``ranks`` ranks."""
 
     def register(function: Case) -> Case:
-        def run(given: Ranks) -> None:
-            if given.size >= ranks:
-                function(given)
+        def run(comm: Ranks) -> None:
+            if comm.size >= ranks:
+                function(comm)
 
         CASES[function.__name__] = run
         if not real:
@@ -136,7 +136,7 @@ def bytes_travel(comm: Ranks) -> None:
     assert transport.counters.bytes_received - before == sum(sizes)
     assert transport.counters.messages_sent == transport.counters.messages_received >= len(sizes)
     after, _ = neighbours(transport)
-    for peer in transport.peers():  # where it tells; with framing
+    for peer in transport.peers():  # if the transport reports traffic, which includes framing
         assert peer.rank != comm.rank
         sent = sum(sizes) if peer.rank == after else 0
         assert sent <= peer.bytes_sent <= sent + 100_000
@@ -154,7 +154,7 @@ def messages_keep_their_order(comm: Ranks) -> None:
             for size in sizes:
                 got = transport.receive(source)
                 assert np.array_equal(got, noise(size, source))
-                got[...] = 0  # it is the receiver's
+                got[...] = 0  # the receiver owns the memory
         for request in requests:
             request.wait()
             request.wait()
@@ -166,7 +166,7 @@ def a_slow_rank_is_waited_for(comm: Ranks) -> None:
     after, before = neighbours(transport)
     with call(transport):
         if comm.rank == comm.size - 1:
-            comm.sleep(0.6)  # through all stages of waiting, and some pings
+            comm.sleep(0.6)  # long enough for all stages of waiting, and some pings
         assert transport.exchange(noise(100_000, comm.rank), after, before).size == 100_000
     ring(transport)
 
@@ -183,7 +183,7 @@ def a_rank_knows_that_another_one_waits_for_it(comm: Ranks) -> None:
 
 @case(real=True)
 def messages_in_pieces(comm: Ranks) -> None:
-    """The ranks' limits differ: a message as long as one's own must not seem the first piece of a longer one."""
+    """Limits differ: a message of the receiver's limit must not look like the first piece of a longer one."""
     for limit in (64, 1000):
         with setting("SPARSECOMM_MAX_MESSAGE_BYTES", limit if comm.rank == 0 else 3 * limit):
             transport = comm.new()
@@ -205,7 +205,7 @@ def messages_in_pieces(comm: Ranks) -> None:
 
 
 class Staged(MessageMemory):
-    """Host memory of a message: a device copies pieces to it before they are sent, or from it after they have arrived.
+    """Host memory of a message. A device copies pieces to it before they are sent, or from it after they arrive.
 
     The sender calls ``barrier`` before the third piece is copied, and the receiver after the first piece has arrived.
     The first pieces must therefore arrive before the third one can be sent.
@@ -232,7 +232,7 @@ class Staged(MessageMemory):
 
 @case(ranks=2, real=True)
 def messages_of_devices_travel_piece_by_piece(comm: Ranks) -> None:
-    """A piece is copied to the host while another one is sent, and to the device while another one is received."""
+    """Copies to the host overlap with sends, and copies to the device with receives."""
     limit, nbytes = 1000, 4500
     with setting("SPARSECOMM_MAX_MESSAGE_BYTES", limit):
         transport = comm.new()
@@ -257,7 +257,7 @@ def messages_of_devices_travel_piece_by_piece(comm: Ranks) -> None:
 
 @case()
 def to_all_and_from_all_at_once(comm: Ranks) -> None:
-    """Each rank gets something else, of another length, in one piece or in several; some get the same bytes."""
+    """Messages have different lengths and one or several pieces. Some ranks get the same bytes."""
     transport = comm.new()
     rank, size = transport.rank, transport.size
     others = [other for other in range(size) if other != rank]
@@ -265,13 +265,13 @@ def to_all_and_from_all_at_once(comm: Ranks) -> None:
         for expected in (0, 100, 300_000):
             with call(transport):
                 sends = [(to, noise(lengths[(rank + to) % len(lengths)], 7 * rank + to)) for to in others]
-                found = transport.exchange_all(sends, others, expected=expected)
-            for source, got in zip(others, found, strict=True):
+                arrays = transport.exchange_all(sends, others, expected=expected)
+            for source, got in zip(others, arrays, strict=True):
                 assert np.array_equal(got, noise(lengths[(source + rank) % len(lengths)], 7 * source + rank))
     with call(transport):
         mine = noise(1000, rank)
-        found = transport.exchange_all([(to, mine) for to in others if rank == 0], [0] if rank else [])
-    assert all(np.array_equal(got, noise(1000, 0)) for got in found)
+        arrays = transport.exchange_all([(to, mine) for to in others if rank == 0], [0] if rank else [])
+    assert all(np.array_equal(got, noise(1000, 0)) for got in arrays)
 
 
 @case()
@@ -293,7 +293,7 @@ def what_is_refused_begins_nothing(comm: Ranks) -> None:
         transport.begin(bytes(257), lambda theirs, rank: CollectiveMismatchError())
     with setting("SPARSECOMM_TIMEOUT", "soon"), pytest.raises(InvalidInputError, match="SPARSECOMM_TIMEOUT"):
         transport.begin(b"call", lambda theirs, rank: CollectiveMismatchError())
-    transport.abort(KeyError())  # there is none
+    transport.abort(KeyError())  # no call has begun
     assert transport.number == number
     with call(transport, bytes(256)):
         for refused in (lambda: transport.isend(noise(1, 0), comm.size), lambda: transport.receive(comm.size)):
@@ -307,7 +307,7 @@ def what_is_refused_begins_nothing(comm: Ranks) -> None:
 
 @case(ranks=2)
 def a_rank_that_leaves_its_call(comm: Ranks) -> None:
-    """The others leave it at once, and take what is left of it for nothing else."""
+    """The others leave the call at once, and its remaining messages do not disturb later calls."""
     transport = comm.new()
     after, _ = neighbours(transport)
     for kind in (KeyError, KeyboardInterrupt, ZeroDivisionError):
@@ -340,12 +340,12 @@ def a_mismatch_found_by_one_is_a_mismatch_for_all(comm: Ranks) -> None:
 
 @case(ranks=2)
 def ranks_whose_calls_differ_exchange_their_contents(comm: Ranks) -> None:
-    """One rank finds out, and the other one answers; all others hear of it at the end."""
+    """One rank notices, the other one answers, and all other ranks are informed."""
     transport = comm.new()
     for size in (1, 998, 999, MAX_CONTENTS_BYTES):
         ours, theirs = (noise(size, rank).tobytes() for rank in ((ODD, 0) if comm.rank == ODD else (0, ODD)))
         patient = mock.patch.object(control, "_CONTENTS_TIME", 60.0)  # the machine may be busy
-        received: bytes | None = theirs  # a rank that begins late hears at once that the others have left
+        received: bytes | None = theirs  # a late rank hears at once that the others have left
         with patient, soon(), pytest.raises(CollectiveMismatchError) as caught, call(transport):
             try:
                 if comm.rank == 0:
@@ -363,7 +363,7 @@ def ranks_whose_calls_differ_exchange_their_contents(comm: Ranks) -> None:
 
 @case(ranks=2)
 def a_rank_that_does_not_answer_with_contents(comm: Ranks) -> None:
-    """It leaves the call with an exception, or does nothing. The other one does not wait for long."""
+    """It leaves the call with an exception, or does nothing. The other rank does not wait long."""
     transport = comm.new()
     for kind in (KeyError, KeyboardInterrupt, None):
         with comm.timeout(0.6), soon(), pytest.raises((CollectiveMismatchError, TransportError)), call(transport):
@@ -388,7 +388,7 @@ def a_rank_that_does_not_answer_with_contents(comm: Ranks) -> None:
 
 @case(ranks=2)
 def ranks_that_wait_in_a_cycle(comm: Ranks) -> None:
-    """In different calls they find out; in the same call they time out, since that is no mismatch."""
+    """In different calls the ranks notice the mismatch; in the same call they time out."""
     transport = comm.new()
     after, _ = neighbours(transport)
     with soon(), pytest.raises(CollectiveMismatchError) as caught, call(transport, b"one" if comm.rank else b"other"):
@@ -397,13 +397,13 @@ def ranks_that_wait_in_a_cycle(comm: Ranks) -> None:
     assert "'other'" in str(caught.value)
     ring(transport)
     with comm.timeout(0.6), soon(), pytest.raises(TransportError, match=r"waited \S+ s for rank"), call(transport):
-        transport.receive(after)  # some pings are sent
+        transport.receive(after)  # long enough for pings
     ring(transport)
 
 
 @case(ranks=2)
 def a_rank_that_never_calls_is_named(comm: Ranks) -> None:
-    """What the others have sent it in this call is not taken for the next one's."""
+    """Messages that the others sent to it are not delivered to the next call."""
     transport = comm.new()
     number = transport.number + 1
     if comm.rank != ODD:
@@ -412,7 +412,7 @@ def a_rank_that_never_calls_is_named(comm: Ranks) -> None:
             transport.isend(noise(9, 9), ODD)
             transport.receive(ODD)
     comm.barrier()
-    if comm.rank == ODD:  # its call comes when the others have given up
+    if comm.rank == ODD:  # calls after the others have given up
         with soon(), pytest.raises(TransportError, match=rf"rank \d+ left call {number}"), call(transport):
             while True:
                 transport.receive(0)
@@ -421,12 +421,12 @@ def a_rank_that_never_calls_is_named(comm: Ranks) -> None:
 
 @case(ranks=2, real=True)
 def large_sends_that_nobody_takes(comm: Ranks) -> None:
-    """They wait for the receiver, and are taken up by it when the next call begins."""
+    """Sends wait for the receiver, which discards the messages at its next call."""
     transport = comm.new()
     after, _ = neighbours(transport)
     with comm.timeout(0.2), pytest.raises(TransportError), call(transport):
         transport.isend(noise(3_000_000, 0), after).wait()
-        while True:  # only where the sender need not wait
+        while True:  # only if the sender need not wait
             transport.receive(after)
     comm.barrier()
     for _ in range(20):
@@ -438,7 +438,7 @@ def large_sends_that_nobody_takes(comm: Ranks) -> None:
 
 @case(ranks=2, real=True)
 def ctrl_c_anywhere(comm: Ranks) -> None:
-    """On one rank it ends the call, in a long wait or in the middle of a message, and with that the others'."""
+    """Ctrl-C on one rank, in a wait or within a message, ends the call on all ranks."""
     with setting("SPARSECOMM_MAX_MESSAGE_BYTES", 64):
         transport = comm.new()
     after, before = neighbours(transport)
@@ -472,7 +472,7 @@ def a_rank_that_does_not_come_at_first(transport: Ranks) -> None:
             assert str(ODD) in str(caught.value).partition("make: ")[2]
             assert f"rank {ODD} has not called" in str(caught.value) or transport.size > 2
         transport.barrier()
-    ring(transport_of(comm))  # the attempt that timed out is taken up
+    ring(transport_of(comm))  # messages of the attempt that timed out are discarded
 
 
 @case(real=True)
@@ -487,7 +487,7 @@ def parts_of_the_world(transport: Ranks) -> None:
 
 @case(real=True)
 def threads_on_communicators_of_their_own(ranks: Ranks) -> None:
-    """The thread of one communicator comes first on some ranks, and that of another on others: neither waits for it."""
+    """Threads call in different orders on different ranks, and no communicator waits for another."""
     comms = [ranks.comm() for _ in range(3)]
     if not ranks.new().threaded:
         return

@@ -1,4 +1,4 @@
-"""Which compiled module for MPI is loaded, and what is said where none fits."""
+"""The choice of the compiled module for MPI, and the error if none fits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_mpi_that_no_module_fits(change: str, error: str) -> None:
 
 
 def test_mpi4py_without_an_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice comes first, and what mpi4py says of where it has looked after it."""
+    """The advice comes first, then mpi4py's list of searched places."""
     monkeypatch.setenv("MPI4PY_LIBMPI", "/no/such/libmpi.so")
     _, _, said = python("transport.transport_of(None)").rpartition("TransportError: ")
     assert said.startswith(

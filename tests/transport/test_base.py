@@ -1,4 +1,4 @@
-"""Objects of upper layers that belong to a transport."""
+"""Objects that upper layers attach to a transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks import run
 
 
 class Attached:
-    """Counts its objects. Its constructor is slow, so that threads meet in it."""
+    """Counts its instances. The constructor is slow, so that threads run it concurrently."""
 
     made = 0
 

@@ -1,4 +1,4 @@
-"""The failure detector, with control messages that arrive at once."""
+"""The failure detector, with instant control messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparsecomm.transport.control import (
 
 
 class Rank(FailureDetector):
-    """A rank of four that checks for messages when `check` is called; nothing can be sent to ``gone`` ranks."""
+    """One of four ranks. It reads messages when `check` is called, and cannot send to ``gone`` ranks."""
 
     def __init__(self, rank: int, ranks: list[Rank], gone: tuple[int, ...] = ()) -> None:
         super().__init__([0] * 4)
@@ -33,8 +33,8 @@ class Rank(FailureDetector):
         self.sent_to: list[int] = []
 
     def begin(self, call: bytes, mismatch: object = None) -> int:
-        def differs(theirs: bytes, rank: int) -> sc.CollectiveMismatchError:
-            return sc.CollectiveMismatchError(f"{call!r} here, {theirs!r} on rank {rank}")
+        def differs(content: bytes, rank: int) -> sc.CollectiveMismatchError:
+            return sc.CollectiveMismatchError(f"{call!r} here, {content!r} on rank {rank}")
 
         number = self._begin_call(call, differs)
         self._drop_old_control()
@@ -98,7 +98,7 @@ def test_a_rank_knows_that_another_one_waits_for_it_in_a_call_that_it_has_not_be
         (sc.TimeoutError("too late"), sc.TransportError),
         (sc.CollectiveMismatchError("not the same"), sc.CollectiveMismatchError),
         (sc.RankFailedError("rank 3 died"), sc.RankFailedError),
-        (OSError("cannot read 'caf\udce9.txt'"), sc.TransportError),  # a text that cannot be sent
+        (OSError("cannot read 'caf\udce9.txt'"), sc.TransportError),  # not valid UTF-8
         (TextlessError(), sc.TransportError),
     ],
 )
@@ -108,7 +108,7 @@ def test_ranks_in_the_call_leave_it_and_send_nothing_more(error: BaseException, 
         assert rank.begin(b"call") == 1
     ranks[1].abort(error)
     ranks[1].abort(error)
-    assert ranks[1].sent_to == [0, 2]  # once, and not the one that is gone
+    assert ranks[1].sent_to == [0, 2]  # once, and not to the rank that is gone
     for rank in (ranks[0], ranks[2]):
         with pytest.raises(
             kind, match=rf"^rank 1 left call 1, which rank {rank.rank} is in\. {type(error).__name__}: "
@@ -189,7 +189,7 @@ def test_a_flood_of_contents_takes_little_memory(monkeypatch: pytest.MonkeyPatch
     rank.begin(b"call")
     for number in range(2, 1000):
         rank._add_control(ControlMessage(3, number, CONTENTS, b"\0\x64" + b"x" * 990))
-    rank.check()  # they are about later calls
+    rank.check()  # messages about later calls
     assert [len(pieces) for _, pieces in rank._contents.values()] == [1]
     for _ in range(3):  # twice, and in another order
         for i in (2, 0):
@@ -197,7 +197,7 @@ def test_a_flood_of_contents_takes_little_memory(monkeypatch: pytest.MonkeyPatch
     assert rank.exchange_contents(2, b"ours") is None
     rank._add_control(ControlMessage(2, 1, CONTENTS, bytes([1, 3, 66])))
     assert rank.exchange_contents(2, b"ours") == b"ABC"
-    for i in range(200):  # of other contents
+    for i in range(200):  # with other contents
         rank._add_control(ControlMessage(2, 1, CONTENTS, bytes([i, 201 - i % 2, 65])))
     assert rank.exchange_contents(2, b"ours") is None
     assert [len(pieces) for _, pieces in rank._contents.values()] == [1, 200]
@@ -258,5 +258,5 @@ def test_whatever_ranks_say_calls_end_with_errors_of_the_library(said: list[Cont
 
 
 def test_ranks_in_words() -> None:
-    found = [format_ranks(ranks) for ranks in ([3], [1, 2], range(8), range(1, 10))]
-    assert found == ["rank 3", "ranks 1, 2", "ranks 0, 1, 2, 3, 4, 5, 6, 7", "ranks 1 ... 9 (9 ranks)"]
+    texts = [format_ranks(ranks) for ranks in ([3], [1, 2], range(8), range(1, 10))]
+    assert texts == ["rank 3", "ranks 1, 2", "ranks 0, 1, 2, 3, 4, 5, 6, 7", "ranks 1 ... 9 (9 ranks)"]

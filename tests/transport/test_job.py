@@ -1,4 +1,4 @@
-"""A process that is one of several, and finds itself alone; and which ranks run on one node."""
+"""Detection of a rank of a larger job that finds itself alone, and of ranks on one node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def alone() -> None:
         (MPICH, "PMI_SIZE=2, PMI_RANK=1: a launcher of PMI"),
         (MVAPICH, "MV2_COMM_WORLD_SIZE=2, MV2_COMM_WORLD_RANK=1: the mpirun of MVAPICH"),
         (STEP, "SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1: srun"),
-        # in an allocation that has one task at a time, Open MPI's ranks are not srun's
+        # an allocation with one task at a time: Open MPI's ranks are not srun's
         (OPEN_MPI | STEP | {"SLURM_STEP_NUM_TASKS": "1"}, "OMPI_COMM_WORLD_SIZE=2"),
     ],
 )
@@ -64,13 +64,13 @@ def test_one_of_several_is_not_alone(variables: dict[str, str], said: str, monke
     "variables",
     [
         BATCH_SCRIPT,
-        {"WORLD_SIZE": "2"},  # of nobody's: there is no rank
+        {"WORLD_SIZE": "2"},  # not from a launcher: there is no rank
         dict.fromkeys(TORCHRUN, "1"),
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
-        # a launcher in a step of Slurm, whose tasks may be the launcher's own, one a node
+        # a launcher in a Slurm step, whose tasks may be the launcher's daemons, one per node
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"} | STEP,
         TORCHRUN | {"WORLD_SIZE": "1"} | STEP,
-        # one rank that was started from a rank of several
+        # a single rank that was started by a rank of a larger job
         TORCHRUN | OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
         TORCHRUN | {"WORLD_SIZE": "1"} | MPICH,
     ],

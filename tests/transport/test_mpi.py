@@ -1,4 +1,4 @@
-"""The MPI transport on one rank, without mpirun: which communicators are taken, and how MPI is loaded."""
+"""The MPI transport on one rank, without mpirun: accepted communicators, and loading of MPI."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 from sparsecomm.transport import mpi  # noqa: E402
 
 
-def fails(theirs: bytes, rank: int) -> Exception:
-    return AssertionError((theirs, rank))
+def fails(content: bytes, rank: int) -> Exception:
+    return AssertionError((content, rank))
 
 
 IMPORT = "from sparsecomm.transport import transport_of\n"
@@ -54,16 +54,16 @@ def test_each_communicator_has_its_own_transport() -> None:
     assert transport is transport_of() is transport_of(MPI.COMM_WORLD) is transport_of(transport)
     assert (transport.rank, transport.size) == (0, 1)
     comm = MPI.COMM_WORLD.Dup()
-    found = transport_of(comm)
-    assert found is transport_of(MPI.Intracomm(comm)) is not transport  # another handle of the same communicator
+    new = transport_of(comm)
+    assert new is transport_of(MPI.Intracomm(comm)) is not transport  # another handle of the same communicator
     copy = comm.Dup()
-    assert transport_of(copy) is not found  # a duplicate does not inherit it
-    for each in (comm, copy):
-        each.Free()
+    assert transport_of(copy) is not new  # a duplicate does not inherit the transport
+    for communicator in (comm, copy):
+        communicator.Free()
     with pytest.raises(InvalidInputError, match="freed"):
         transport_of(comm)
     with pytest.raises(InvalidInputError, match="closed"):
-        found.begin(b"call", fails)
+        new.begin(b"call", fails)
     with pytest.raises(InvalidInputError, match="COMM_NULL"):
         transport_of(MPI.COMM_NULL)
 
@@ -83,7 +83,7 @@ class TestOneRank:
         transport.end()
 
     def test_tags_come_round_without_old_bytes(self, monkeypatch):
-        """A message of an abandoned call must not be taken for one of the call that has its tag next."""
+        """A call must not receive messages of an abandoned call that had the same tag."""
         monkeypatch.setattr(mpi, "_NUM_TAGS", 64)
         comm = MPI.COMM_WORLD.Dup()
         transport = transport_of(comm)

@@ -1,4 +1,4 @@
-"""A thread that asks for short slices gets them, and keeps its policy and its niceness otherwise."""
+"""A thread can request short time slices without changing its policy or niceness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated transport: its clock, its determinism, and what it does when ranks wait for what never comes."""
+"""The simulated transport: its clock, determinism, and detection of deadlocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def text(*values: int) -> np.ndarray:
 
 
 def in_a_call(body):
-    """A program that runs ``body`` in one call and aborts it on an error, as the library does."""
+    """Return a program that runs ``body`` in one call and aborts the call on an error, as the library does."""
 
     def program(t):
         with conformance.call(t):
@@ -41,7 +41,7 @@ def times(size, body, **costs):
 
 
 class SimulatedRanks(conformance.Ranks):
-    """One simulated rank. Time is virtual, so the timeout need not be short."""
+    """A simulated rank for the conformance cases. Time is virtual, so the timeout need not be short."""
 
     def __init__(self, transport: SimulatedTransport, here: list[SimulatedTransport]) -> None:
         self.transport, self._here = transport, here
@@ -80,7 +80,7 @@ def zeros(nbytes):
     return np.zeros(nbytes, np.uint8)
 
 
-ONE, LINK = ALPHA + 500 * BETA, 500 * BETA  # a message of 500 bytes; how long it has a node's link to itself
+ONE, LINK = ALPHA + 500 * BETA, 500 * BETA  # seconds of a message of 500 bytes, and of these on a node's link
 
 
 class TestClock:
@@ -108,10 +108,10 @@ class TestClock:
                 for source in order:
                     t.receive(source)
 
-        each, trip = GAP + 100 * BETA, ALPHA + 100 * BETA
-        came = [trip + order.index(rank) * each for rank in (1, 2, 3)]
-        assert times(4, from_0, gap=GAP) == pytest.approx([3 * each, *came])
-        assert times(4, to_0, gap=GAP) == pytest.approx([trip + 2 * each, each, each, each])
+        interval, trip = GAP + 100 * BETA, ALPHA + 100 * BETA
+        came = [trip + order.index(rank) * interval for rank in (1, 2, 3)]
+        assert times(4, from_0, gap=GAP) == pytest.approx([3 * interval, *came])
+        assert times(4, to_0, gap=GAP) == pytest.approx([trip + 2 * interval, interval, interval, interval])
 
     @pytest.mark.parametrize("size", SIZES)
     def test_to_all_at_once_takes_one_trip(self, size):
@@ -141,7 +141,7 @@ class TestNodes:
         assert times(2 * m, body) == pytest.approx([ONE] * 2 * m)
 
     def test_inside_a_node_the_link_is_free(self):
-        def body(t):  # 0 -> 1 inside while 2 -> 3 leaves
+        def body(t):  # 0 -> 1 is inside a node, 2 -> 3 between nodes
             if t.rank % 2:
                 t.receive(t.rank - 1)
             else:
@@ -153,7 +153,7 @@ class TestNodes:
         assert times(4, body, node_of_rank=[0, 0, 0, 1]) == pytest.approx([LINK, ONE] * 2)
 
     def test_the_first_to_ask_is_first(self):
-        """Although rank 0 runs first."""
+        """The order of running ranks does not matter: rank 0 runs first."""
         late = LINK / 4
 
         def body(t):
@@ -163,12 +163,12 @@ class TestNodes:
             else:
                 t.receive(t.rank - 2)
 
-        found = times(4, body, node_of_rank=[0, 0, 1, 2])
-        assert found == pytest.approx([2 * LINK, LINK, ONE + LINK, ONE])
+        seconds = times(4, body, node_of_rank=[0, 0, 1, 2])
+        assert seconds == pytest.approx([2 * LINK, LINK, ONE + LINK, ONE])
 
     def test_a_gap_before_is_used(self):
         def body(t):
-            if t.rank == 0:  # its message came while rank 1 worked, although it asks for it late
+            if t.rank == 0:  # its message arrives while rank 1 works, although rank 0 asks for it late
                 t.compute(0.5 + ONE / 2)
                 t.receive(2)
             elif t.rank == 1:
@@ -182,7 +182,7 @@ class TestNodes:
 
     @pytest.mark.parametrize("seed", range(5))
     def test_no_link_carries_more_than_it_can(self, seed):
-        """Random traffic: never faster than without sharing, and never than the busiest link."""
+        """Random traffic is never faster than without sharing, or than the busiest link allows."""
 
         def body(t):
             mine = np.random.default_rng([seed, t.rank])
@@ -270,7 +270,7 @@ class TestFailure:
 
 @pytest.mark.skipif(not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="greenlet needs the GIL in threads")
 def test_worlds_in_threads_get_what_they_get_one_after_another() -> None:
-    """While another thread changes settings."""
+    """Another thread changes environment variables meanwhile."""
 
     def world(size: int) -> list[list[bytes] | None]:
         return [result.value for result in run(size, lambda t: threads.calls(t, t.rank, size))]
@@ -284,7 +284,7 @@ def test_worlds_in_threads_get_what_they_get_one_after_another() -> None:
         while not ended.wait(1e-4):
             number += 1
             os.environ["SPARSECOMM_TIMEOUT"] = str(100 + number % 50)
-            os.environ[f"SPARSECOMM_TEST_{number % 99}"] = "x" * number  # which makes the C library move them all
+            os.environ[f"SPARSECOMM_TEST_{number % 99}"] = "x" * number  # moves the C library's environment
 
     before = dict(os.environ)
     changing = Thread(target=change_settings)

@@ -1,4 +1,4 @@
-"""Hides any profile of the machine."""
+"""Hide the machine's profile."""
 
 from __future__ import annotations
 

@@ -20,20 +20,20 @@ from tests.ranks import run
 
 FLAT = {"dense", "tree", "butterfly", "split"}
 HIERARCHICAL = {"hierarchical:tree", "hierarchical:butterfly", "hierarchical:split"}
-# A network of 1 Gb/s, as it is measured.
+# A measured network of 1 Gb/s.
 NETWORK = {"alpha": 100e-6, "beta": 8e-9, "node_alpha": 4e-6, "node_beta": 0.25e-9}
 ONE_EACH, ONE_NODE, TWO_OF_TWO, UNEVEN = [0, 1, 2, 3], [0] * 4, [0, 0, 1, 1], [0, 0, 0, 1]
 
 
 def explained(n: Any, k: Any, *, nodes: Sequence[int] = ONE_EACH, **options: Any) -> choice.Explanation:
     """Return the explanation, the same on all ranks."""
-    told = run(len(nodes), lambda transport: sc.explain(n, k, comm=transport, **options), nodes, **NETWORK)
-    assert all(str(other) == str(told[0]) for other in told)
-    return told[0]
+    explanations = run(len(nodes), lambda transport: sc.explain(n, k, comm=transport, **options), nodes, **NETWORK)
+    assert all(str(other) == str(explanations[0]) for other in explanations)
+    return explanations[0]
 
 
-def names(found: choice.Explanation) -> set[tuple[str, str]]:
-    return {(c.algorithm.name, c.wire.name) for c in found.candidates}
+def names(explanation: choice.Explanation) -> set[tuple[str, str]]:
+    return {(c.algorithm.name, c.wire.name) for c in explanation.candidates}
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -41,22 +41,22 @@ def names(found: choice.Explanation) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("nodes", [[0], [0, 1], ONE_EACH, ONE_NODE, TWO_OF_TWO, UNEVEN], ids=str)
 def test_candidates(nodes: list[int]) -> None:
-    found = explained(1_000_000, 0.001, nodes=nodes)
+    explanation = explained(1_000_000, 0.001, nodes=nodes)
     algorithms = FLAT | (HIERARCHICAL if nodes in (TWO_OF_TWO, UNEVEN) else set())
-    assert names(found) == {(a, w.name) for a in algorithms for w in WIRES.values() if w.kind == EXACT}
-    assert len(found.candidates) == len(names(found))
-    times = [c.seconds for c in found.candidates]
+    assert names(explanation) == {(a, w.name) for a in algorithms for w in WIRES.values() if w.kind == EXACT}
+    assert len(explanation.candidates) == len(names(explanation))
+    times = [c.seconds for c in explanation.candidates]
     assert times == sorted(times)
     assert times[0] > 0
-    q = found.query
+    q = explanation.query
     assert (q.P, q.num_nodes, q.n, q.k) == (len(nodes), len(set(nodes)), 1_000_000, 1000)
 
 
 def test_of_named_ones() -> None:
     assert names(explained(10_000, 10, algorithm="allgather")) == {("allgather", "plain"), ("allgather", "packed")}
     assert names(explained(10_000, 10, wire="packed_int8")) == {(a, "packed_int8") for a in FLAT}
-    found = explained(10_000, 10, algorithm="hierarchical:allgather", wire="plain", nodes=TWO_OF_TWO)
-    assert names(found) == {("hierarchical:allgather", "plain")}
+    explanation = explained(10_000, 10, algorithm="hierarchical:allgather", wire="plain", nodes=TWO_OF_TWO)
+    assert names(explanation) == {("hierarchical:allgather", "plain")}
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_what_is_best_between_two_machines(n: int, density: float, nodes: list[i
 
 
 def test_of_equals_the_plainest_wins() -> None:
-    found = explained(10_000, 10, algorithm="dense")  # of which messages are not packed
-    assert found.candidates[0].seconds == found.candidates[1].seconds
-    assert found.candidates[0].wire.name == "plain"
+    explanation = explained(10_000, 10, algorithm="dense")  # dense messages are not packed
+    assert explanation.candidates[0].seconds == explanation.candidates[1].seconds
+    assert explanation.candidates[0].wire.name == "plain"
 
 
 @pytest.mark.parametrize("weight", [1, 1.05, 40])
@@ -113,32 +113,32 @@ def test_some_way_is_always_found(
     costs: Costs, ranks: tuple[int, int], sizes: tuple[int, int], accumulator: int, contributors: bool
 ) -> None:
     query = choice.CostQuery(*ranks, *sizes, accumulator, contributors=contributors)
-    found = choice.candidates(query, costs)
-    assert choice.decide(query, costs) == found[0]
-    assert all(0 <= found[0].seconds <= c.seconds < float("inf") for c in found)
-    assert [c.seconds for c in found] == sorted(c.seconds for c in found)
+    candidates = choice.candidates(query, costs)
+    assert choice.decide(query, costs) == candidates[0]
+    assert all(0 <= candidates[0].seconds <= c.seconds < float("inf") for c in candidates)
+    assert [c.seconds for c in candidates] == sorted(c.seconds for c in candidates)
 
 
-# -- what is printed --------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def test_printing_names_the_winner_and_the_runner_up() -> None:
-    found = explained(1_000_000, 0.01, nodes=TWO_OF_TWO)
-    best, second = found.candidates[:2]
-    *lines, why = str(found).splitlines()
+    explanation = explained(1_000_000, 0.01, nodes=TWO_OF_TWO)
+    best, second = explanation.candidates[:2]
+    *lines, why = str(explanation).splitlines()
     assert why.startswith(f"{best.algorithm.name} with {best.wire.name} takes least; {second.algorithm.name} with ")
     assert f"{second.wire.name} would take {second.seconds / best.seconds:.2f} times as long" in why
     assert lines[0].startswith("n=1000000, k=10000 on 4 ranks of 2 node(s); costs: measured at set-up: ")
     assert "100 us, 1 Gb/s between nodes; 4 us, 31.5 Gb/s inside" in lines[0]
-    table = [line.split()[:2] for line in lines[-len(found.candidates) :]]
-    assert table == [[c.algorithm.name, c.wire.name] for c in found.candidates]
+    table = [line.split()[:2] for line in lines[-len(explanation.candidates) :]]
+    assert table == [[c.algorithm.name, c.wire.name] for c in explanation.candidates]
 
 
 def test_printing_of_one_candidate_and_where_nothing_costs_anything() -> None:
     assert str(explained(1000, 1, algorithm="tree", wire="plain")).endswith("\ntree with plain takes least")
     free = replace(explained(1000, 1), costs=Costs(Link(0.0, 0.0)))
-    found = replace(free, candidates=choice.candidates(free.query, free.costs))
-    assert "would take 1.00 times as long" in str(found)
+    explanation = replace(free, candidates=choice.candidates(free.query, free.costs))
+    assert "would take 1.00 times as long" in str(explanation)
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_auto_takes_the_first(nodes: list[int], density: float) -> None:
     def traffic(**options: Any) -> list[tuple[int, int]]:
         def program(transport: Any) -> tuple[int, int]:
             x, totals = np.random.default_rng(transport.rank).standard_normal(20_000), [(0, 0)]
-            for _ in range(2):  # before the first call links are measured
+            for _ in range(2):  # the first call measures links
                 sc.sparse_allreduce(x, density, comm=transport, **options)
                 totals.append((transport.counters.messages_sent, transport.counters.bytes_sent))
             return totals[2][0] - totals[1][0], totals[2][1] - totals[1][1]
@@ -177,7 +177,7 @@ def test_a_bucket_grows_with_latency_and_shrinks_with_work(P: int) -> None:
 
     sizes = [bucket(alpha) for alpha in (0.0, 1e-5, 1e-4, 1e-3, 1e-1)]
     assert sizes == sorted(sizes)
-    assert 1 << 24 <= bucket(1e-5, on_gpu=True) > sizes[1]  # where each call takes time of the host
+    assert 1 << 24 <= bucket(1e-5, on_gpu=True) > sizes[1]  # each call costs host time
     assert all(size in [1 << j for j in range(20, 31)] for size in sizes)
     if P > 1:
         assert sizes[0] < sizes[-1] == 1 << 30

@@ -74,7 +74,7 @@ def test_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert profile.path() == Path("/home/somebody/mine.json")
 
 
-# -- what is used -----------------------------------------------------------------------------------------------------
+# -- the costs in use -------------------------------------------------------------------------------------------------
 
 Put = Callable[[str], Path]
 
@@ -150,7 +150,7 @@ def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, m
         assert profile.costs_for("An MPI 1.2", 4, 2) is None
 
 
-# -- ranks that have different ones -----------------------------------------------------------------------------------
+# -- ranks with different profiles ------------------------------------------------------------------------------------
 
 
 def on_ranks_with_profiles(
@@ -159,10 +159,11 @@ def on_ranks_with_profiles(
     """Make a call with one rank per profile; ``None``: no profile."""
 
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
-        its, file = costs[transport.rank], folder / f"{transport.rank}.json"
-        if its is not None:
-            file.write_text(Profile("simulated", len(costs), transport.num_nodes, its).as_json())
-        patch.setenv("SPARSECOMM_PROFILE", "" if its is None else str(file))  # read before the rank first waits
+        own_costs, file = costs[transport.rank], folder / f"{transport.rank}.json"
+        if own_costs is not None:
+            file.write_text(Profile("simulated", len(costs), transport.num_nodes, own_costs).as_json())
+        # The rank reads it before it first waits.
+        patch.setenv("SPARSECOMM_PROFILE", "" if own_costs is None else str(file))
         return sc.sparse_allreduce(np.arange(1, 1001, dtype=np.float32), 10, comm=transport, **options)
 
     return simulated.run(len(costs), program, node_of_rank=nodes, catch=True)

@@ -51,29 +51,29 @@ exchanges = st.builds(
 )
 
 
-# -- measurements of others, and of TCP -------------------------------------------------------------------------------
+# -- published measurements, and TCP ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("H", "rate"), PUBLISHED)
 def test_dense_cells_are_those_published(H: int, rate: float) -> None:
-    """Their 50 Mb/s links delivered 40 with H = 1 to 32 and 50 with H = 128, so the small cells are off by more."""
-    found = predict(THEIRS, Network(rate), Exchange(sync_every=H)).utilisation
-    assert found == pytest.approx(PUBLISHED[H, rate], abs=0.05)
-    assert found / PUBLISHED[H, rate] == pytest.approx(1, abs=0.45)
+    """Their 50 Mb/s links delivered 40 Mb/s with H = 1 to 32 and 50 with H = 128, so small H deviates more."""
+    utilisation = predict(THEIRS, Network(rate), Exchange(sync_every=H)).utilisation
+    assert utilisation == pytest.approx(PUBLISHED[H, rate], abs=0.05)
+    assert utilisation / PUBLISHED[H, rate] == pytest.approx(1, abs=0.45)
 
 
 @pytest.mark.parametrize(("rtt", "loss"), [(0.08, 1e-3), (0.02, 1e-3), (0.1, 1e-2)])
 def test_a_long_message_on_a_lossy_path_is_as_slow_as_by_mathis(rtt: float, loss: float) -> None:
-    """1.22 MSS / (RTT sqrt(loss)): 5.6 Mb/s at 80 ms and 0.1 % at any rate; 5.2 to 8.7 were measured (Reno)."""
+    """Mathis: 1.22 MSS / (RTT sqrt(loss)), or 5.6 Mb/s at 80 ms and 0.1 %. Measured with Reno: 5.2 to 8.7."""
     network = Network(1e9, rtt, loss)
     expected = 8 * SEGMENT * 1.22 / (rtt * math.sqrt(loss))
     assert stream_rate(network) == pytest.approx(expected)
-    found = predict(Training(2, 100_000_000, 1.0), network, Exchange())
-    assert 8 * found.nbytes / found.seconds == pytest.approx(expected, rel=0.15)
+    prediction = predict(Training(2, 100_000_000, 1.0), network, Exchange())
+    assert 8 * prediction.nbytes / prediction.seconds == pytest.approx(expected, rel=0.15)
 
 
-# Seconds of an all_reduce of n floats by gloo of PyTorch 2.13, 4 ranks on emulated links (`bench.slow_network`), idle
-# for 0.5 s before; median of three.
+# Seconds of gloo's all_reduce of n floats: PyTorch 2.13, 4 ranks, emulated links (`bench.slow_network`) after 0.5 s
+# without traffic; median of three.
 GLOO_SECONDS = {
     (1000, 200e6, 0.08): 0.486, (500_000, 200e6, 0.08): 0.649, (2_500_000, 200e6, 0.08): 1.33,
     (10_000_000, 200e6, 0.08): 4.52, (1000, 1e9, 0.08): 0.485, (500_000, 1e9, 0.08): 0.588,
@@ -85,24 +85,24 @@ GLOO_SECONDS = {
 
 @pytest.mark.parametrize(("n", "rate", "rtt"), GLOO_SECONDS)
 def test_gloo_waits_a_round_trip_for_every_two_segments(n: int, rate: float, rtt: float) -> None:
-    found = predict(Training(4, n, 0.5), Network(rate, rtt), Exchange(sync_every=1))
+    prediction = predict(Training(4, n, 0.5), Network(rate, rtt), Exchange(sync_every=1))
     own = 3 * DEFAULT.add * n
-    assert found.seconds - own == pytest.approx(GLOO_SECONDS[n, rate, rtt], rel=0.2)
+    assert prediction.seconds - own == pytest.approx(GLOO_SECONDS[n, rate, rtt], rel=0.2)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "phases", "peers"), [("allgather", 1, 7), ("split", 1, 7), ("butterfly", 3, 1), ("tree", 6, 1)]
 )
 def test_windows_open_on_as_many_connections_as_an_algorithm_has(algorithm: str, phases: int, peers: int) -> None:
-    """40 segments are 10, 20 and a quarter of a window: 1.75 round trips more than 2 segments, on average half."""
+    """40 segments take windows of 10, 20 and a quarter of 40: 1.75 round trips more than 2 segments."""
     network, exchange = Network(1e12, 0.1, connections=1), Exchange(algorithm, "plain", 0.1, adamw=True)
 
     def seconds(segments: int) -> float:
         n, goal = 10**6, segments * phases * peers * SEGMENT
         for _ in range(3):
-            found = predict(Training(8, n, 100.0), network, exchange)
-            n = round(n * goal / found.nbytes)
-        return found.seconds
+            prediction = predict(Training(8, n, 100.0), network, exchange)
+            n = round(n * goal / prediction.nbytes)
+        return prediction.seconds
 
     assert seconds(40) - seconds(2) == pytest.approx(phases * 0.175, rel=0.03)
 
@@ -116,7 +116,7 @@ def test_without_a_pause_windows_stay_open() -> None:
 
 
 def test_losses_and_short_queues_cost_round_trips_and_timeouts() -> None:
-    """About one of 40 groups of 24 short messages loses one; of 2 MB on 144 connections a short queue drops some."""
+    """About 1 in 40 groups of 24 short messages loses one. A short queue drops parts of 2 MB on 144 connections."""
     training, exchange = Training(4, 10**4, 1.0), Exchange("butterfly", "plain", 1e-3)
     clean, lossy = (predict(training, Network(1e9, 0.1, loss), exchange).seconds for loss in (0.0, 1e-3))
     assert 0 < lossy - clean < 0.1
@@ -126,7 +126,7 @@ def test_losses_and_short_queues_cost_round_trips_and_timeouts() -> None:
 
 
 def test_owners_share_the_work_of_adamw() -> None:
-    """The extra work, plus fused AdamW's time, is proportional to the bytes read in docs/reports/adamw.md."""
+    """Extra work plus the time of fused AdamW is proportional to the bytes read, as in docs/reports/adamw.md."""
     n, costs = 10**8, replace(DEFAULT, select=0.0, merge=0.0, codec=0.0, call=0.0)
     exchange, fused = Exchange("double", "packed_int2", 0.09, adamw=True), 18.3e-3 / 25.6e6 * n
     four, eight = (fused + predict(Training(P, n, 1.0), Network(1e9), exchange, costs).work for P in (4, 8))
@@ -134,7 +134,7 @@ def test_owners_share_the_work_of_adamw() -> None:
     assert four == pytest.approx(56.0e-3 / 25.6e6 * n * 28.2 / 43, rel=0.02)
 
 
-# -- logic ------------------------------------------------------------------------------------------------------------
+# -- consistency ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -142,27 +142,27 @@ def test_owners_share_the_work_of_adamw() -> None:
 def test_better_networks_longer_rounds_and_more_cores_help(
     training: Training, network: Network, exchange: Exchange
 ) -> None:
-    found = predict(training, network, exchange)
-    assert 0 <= found.utilisation <= 1
+    prediction = predict(training, network, exchange)
+    assert 0 <= prediction.utilisation <= 1
     for better in (
         replace(network, rate=2 * network.rate),
         replace(network, rtt=network.rtt / 2),
         replace(network, loss=network.loss / 2),
         replace(network, loss=0.0),
     ):
-        assert predict(training, better, exchange).utilisation >= found.utilisation - 0.01, better
-    assert predict(training, replace(network, queue=10.0), exchange).seconds <= found.seconds * (1 + 1e-9)
+        assert predict(training, better, exchange).utilisation >= prediction.utilisation - 0.01, better
+    assert predict(training, replace(network, queue=10.0), exchange).seconds <= prediction.seconds * (1 + 1e-9)
     shared = predict(replace(training, cores_per_rank=0.5), network, exchange)
-    assert shared.round_seconds >= found.round_seconds
-    if shared.algorithm == found.algorithm and not exchange.overlap:
-        assert shared.round_seconds - found.round_seconds == pytest.approx(found.work, rel=0.2, abs=1e-3)
+    assert shared.round_seconds >= prediction.round_seconds
+    if shared.algorithm == prediction.algorithm and not exchange.overlap:
+        assert shared.round_seconds - prediction.round_seconds == pytest.approx(prediction.work, rel=0.2, abs=1e-3)
     H = exchange.sync_every or 1
     of_rounds = replace(exchange, sync_every=H)
-    found = predict(training, network, of_rounds)
-    assert predict(training, network, replace(of_rounds, sync_every=4 * H)).utilisation >= found.utilisation - 1e-3
+    prediction = predict(training, network, of_rounds)
+    assert predict(training, network, replace(of_rounds, sync_every=4 * H)).utilisation >= prediction.utilisation - 1e-3
     delays = [predict(training, network, replace(of_rounds, delay=delay)).utilisation for delay in (0, H // 2, H - 1)]
     assert delays == sorted(delays)
-    without = predict(training, Network(1e15), exchange)  # only work is left, and fixed costs of messages
+    without = predict(training, Network(1e15), exchange)  # leaves only work and fixed costs of messages
     lowest = (exchange.sync_every or 1) * training.step_seconds + without.work * (not exchange.overlap)
     assert lowest * (1 - 1e-9) <= without.round_seconds
     assert without.round_seconds <= lowest + without.work + 0.05 + 1e-9 * training.parameters
@@ -174,7 +174,7 @@ def test_calls_wait_for_each_other(training: Training, network: Network, algorit
     """Overlap hides at most the backward pass; a longer queue drains after it."""
     after = predict(training, network, Exchange(algorithm, "packed_int2", density))
     beside = predict(training, network, Exchange(algorithm, "packed_int2", density, overlap=True))
-    if algorithm != GLOO:  # whose buckets are the same either way
+    if algorithm != GLOO:  # gloo's buckets do not change
         assert after.round_seconds - training.step_seconds <= beside.round_seconds <= after.round_seconds * (1 + 1e-9)
     assert beside.round_seconds >= max(1, 1 / 3 + beside.seconds / training.step_seconds) * training.step_seconds * (
         1 - 1e-9
@@ -203,21 +203,22 @@ def test_ranks_that_count_as_one_send_no_more_than_one(
     assert predict(Training(N, n, seconds), single, nodes) == predict(Training(N, n, seconds), single, exchange)
     for m in (2, 4, 8):
         training, shared = Training(m * N, n, seconds), replace(network, ranks_per_node=m)
-        flat, found = (predict(training, shared, each) for each in (exchange, nodes))
+        flat, by_nodes = (predict(training, shared, plan) for plan in (exchange, nodes))
         if exchange.algorithm == GLOO:
-            assert found == flat
+            assert by_nodes == flat
             continue
-        assert (found.participants, flat.participants) == (N, m * N)
-        assert found.algorithm == flat.algorithm == one.algorithm
-        assert found.nbytes <= flat.nbytes * (1 + 1e-6)
-        headers = m * HEADER_BYTES * 4 * N * (n / 2**18 + 2)  # of the calls, at most one for each MiB
-        assert found.nbytes == pytest.approx(one.nbytes, rel=0.02, abs=headers)
+        assert (by_nodes.participants, flat.participants) == (N, m * N)
+        assert by_nodes.algorithm == flat.algorithm == one.algorithm
+        assert by_nodes.nbytes <= flat.nbytes * (1 + 1e-6)
+        headers = m * HEADER_BYTES * 4 * N * (n / 2**18 + 2)  # at most one call per MiB
+        assert by_nodes.nbytes == pytest.approx(one.nbytes, rel=0.02, abs=headers)
         if exchange.algorithm == "double" and exchange.adamw:
-            assert 0.6 < found.nbytes * m / flat.nbytes < 1.25  # flat forwards some messages, and has other buckets
+            # Without nodes, some messages are forwarded and buckets differ.
+            assert 0.6 < by_nodes.nbytes * m / flat.nbytes < 1.25
 
 
 def test_work_and_messages_inside_a_node() -> None:
-    """Bytes read are those of docs/reports/adamw.md: 13 in the slice, 7.1 in all weights, 32.2/P by owners."""
+    """Bytes read per weight as in docs/reports/adamw.md: 13 in the slice, 7.1 everywhere, 32.2/P by owners."""
     n, m, N, k = 10**8, 2, 2, 10**8 // 64
     network, costs = Network(1e9, ranks_per_node=m), replace(DEFAULT, select=0.0, merge=0.0, codec=0.0, call=0.0)
     step = predict(
@@ -236,7 +237,7 @@ def test_work_and_messages_inside_a_node() -> None:
     assert slow.seconds - none.seconds == pytest.approx(1e-9 * moved, rel=1e-6)
 
 
-# -- what trains ------------------------------------------------------------------------------------------------------
+# -- convergence ------------------------------------------------------------------------------------------------------
 
 
 def test_losses_are_those_of_the_runs_and_take_more_steps() -> None:
@@ -247,6 +248,6 @@ def test_losses_are_those_of_the_runs_and_take_more_steps() -> None:
         assert between == sorted(between)
     assert nats("allgather", 30, 15) == pytest.approx(1.622, abs=0.01)
     assert relative_steps(nats("dense", 1)) == pytest.approx(1)
-    assert relative_steps(1.2) == 1  # nothing counts as better than dense: its rate was not tuned
+    assert relative_steps(1.2) == 1  # nothing counts as better than dense, whose learning rate was not tuned
     assert relative_steps(1.714) == pytest.approx(2)
     assert 2 < relative_steps(1.9) < relative_steps(2.0)

@@ -1,4 +1,4 @@
-"""Messages and the table of wire formats: what goes in comes out, and nothing else is taken."""
+"""Messages and wire formats: round trips are exact, and invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ RANK = 3
 def messages(
     n: int = 1000, value: Any = np.float32, number: int = 7, wire: str = "plain", rank: int = RANK
 ) -> Messages:
-    made = Messages(CallSignature("tree", 2, 0, WIRES[wire].code, n, 10), rank, np.dtype(value), (n,), BACKEND)
-    made.begin(number, 0, HOST)
-    return made
+    result = Messages(CallSignature("tree", 2, 0, WIRES[wire].code, n, 10), rank, np.dtype(value), (n,), BACKEND)
+    result.begin(number, 0, HOST)
+    return result
 
 
 def entries(nnz: int, n: int, value: Any, wire: str = "plain") -> SparseVector:
     rng = np.random.default_rng(nnz)
     indices = np.sort(rng.choice(min(n, 10**6), nnz, replace=False)).astype(np.int32 if n < 2**31 else np.int64)
-    made = SparseVector.trusted(indices, rng.standard_normal(nnz).astype(value), n, (n,))
-    return made if WIRES[wire].kind == EXACT else BACKEND.quantize(made, WIRES[wire].kind)[0]
+    vector = SparseVector.trusted(indices, rng.standard_normal(nnz).astype(value), n, (n,))
+    return vector if WIRES[wire].kind == EXACT else BACKEND.quantize(vector, WIRES[wire].kind)[0]
 
 
 def same(got: SparseVector, sent: SparseVector) -> None:
@@ -68,9 +68,9 @@ def test_several_vectors_and_words_in_one_message(wire: str, counts: list[int], 
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = [entries(nnz, 1000, np.float32, wire) for nnz in counts]
     message = m.parcel(sent, words, format_, round_no=1)
-    found, numbers = m.read_parcel(message, format_, 3, 1, len(counts))
+    vectors, numbers = m.read_parcel(message, format_, 3, 1, len(counts))
     assert numbers == words
-    for got, vector in zip(found, sent, strict=True):
+    for got, vector in zip(vectors, sent, strict=True):
         same(got, vector)
     with pytest.raises(CollectiveMismatchError, match="instead of"):
         m.read_parcel(message, format_, 3, 1, len(counts) + 1)
@@ -121,12 +121,12 @@ def test_the_header_is_as_documented() -> None:
     offsets = (64, 72), (72, 76), (76, 80), (80, 88), (88, 96)
     assert [int.from_bytes(message[a:b], "little") for a, b in offsets] == [7, 3, 5, 2, 16]
     signature = CallSignature("split", 2, 1, 4, 9, 3, 0x01020304, 0, 4096, 0x05060708, residual=True, out=True)
-    whole = signature.pack()
-    assert whole[4:8] == b"\x02\x01\x04\x06"
-    assert whole[48:52] == b"\x08\x07\x06\x05"
-    assert whole[52:56] == b"\0\x10\0\0"
-    assert whole[56:64] == b"\x04\x03\x02\x01\0\0\0\0"
-    assert CallSignature.unpack(whole) == signature
+    packed = signature.pack()
+    assert packed[4:8] == b"\x02\x01\x04\x06"
+    assert packed[48:52] == b"\x08\x07\x06\x05"
+    assert packed[52:56] == b"\0\x10\0\0"
+    assert packed[56:64] == b"\x04\x03\x02\x01\0\0\0\0"
+    assert CallSignature.unpack(packed) == signature
     assert [CallSignature("split", 2, 1, 4, 9, 3, **{flag: True}).pack()[7] for flag in ("residual", "out")] == [2, 4]
 
 
@@ -156,7 +156,7 @@ def test_what_is_not_expected_is_refused_and_named() -> None:
 
 
 def test_codes_of_formats_stay_and_the_docs_name_all() -> None:
-    """A rank of an earlier version would take another format for its own."""
+    """If codes changed, ranks with different versions would misread messages."""
     codes = {"plain": 0, "packed": 1, "packed_bfloat16": 2, "packed_float16": 3, "packed_int8": 5}
     assert {name: wire.code for name, wire in WIRES.items()}.items() >= codes.items()
     assert len({wire.code for wire in WIRES.values()} | {4}) == len(WIRES) + 1  # 4 was int8 without infinities

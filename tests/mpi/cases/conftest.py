@@ -1,4 +1,4 @@
-"""Fixtures of cases on real ranks."""
+"""Fixtures for cases on real ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have "auto" choose by costs that are the same in every run: here, nothing is to be a dense sum."""
+    """Give "auto" the same costs in every run, by which dense sums never win."""
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
 
 
 @pytest.fixture(autouse=True)
 def together() -> Iterator[None]:
-    """Start no test before all ranks have left the one before: their timeouts are short."""
+    """Start each test only when all ranks have left the previous one, since timeouts are short."""
     from tests.mpi.ranks import barrier
 
     yield

@@ -33,36 +33,36 @@ def works(comm: MPI.Intracomm = WORLD) -> None:
 def test_real_ranks_do_what_simulated_ones_do(
     algorithm: str, wire: str, dtype: str, kind: str, op: str, comm: MPI.Intracomm
 ) -> None:
-    """To the bit, in all that they return, keep and write, and in their traffic. So they keep the promises, too."""
+    """Results, residuals, outputs and traffic are equal bit for bit."""
     if dtype == "float64" and wire not in ("auto", "plain", "packed"):
         wire = "packed"
 
     def program(comm: Any, rank: int) -> tuple[Any, ...]:
-        residual, found = data.gradient("normal", 3000, dtype, P + rank), []
+        residual, outputs = data.gradient("normal", 3000, dtype, P + rank), []
         for step in range(2):
             x = data.gradient(kind, 3000, dtype, 2 * P * step + rank)
             out = np.empty_like(x)
             options = {"algorithm": algorithm, "wire": wire, "op": op, "residual": residual, "out": out}
             result = sc.sparse_allreduce(x, 0.03, comm=comm, **options)
-            found += [result.size, result.values.dtype]
-            found += [array.tobytes() for array in (result.indices, result.values, out, residual)]
-        return found, transport.transport_of(comm).counters
+            outputs += [result.size, result.values.dtype]
+            outputs += [array.tobytes() for array in (result.indices, result.values, out, residual)]
+        return outputs, transport.transport_of(comm).counters
 
-    ours = program(comm, RANK)
-    theirs = simulated.run(P, lambda transport: program(transport, transport.rank), node_of_rank=[0] * P)
-    assert ours == theirs[RANK].value
-    results = [found[:5] for found, _ in WORLD.allgather(ours)]
+    on_mpi = program(comm, RANK)
+    on_simulated = simulated.run(P, lambda transport: program(transport, transport.rank), node_of_rank=[0] * P)
+    assert on_mpi == on_simulated[RANK].value
+    results = [outputs[:5] for outputs, _ in WORLD.allgather(on_mpi)]
     assert results == [results[0]] * P
 
 
 @pytest.mark.skipif(P < 3, reason="needs a rank outside of a pair")
 def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
-    """One rank leaves a call when the others have freed theirs: the identity must not go to a new one."""
+    """One rank leaves a call after the others have freed the communicator. No new one may get its identity."""
     for _ in range(2):
         comm = WORLD.Dup()
         ranks = transport.transport_of(comm)
         if RANK == P - 1:
-            ranks.begin(b"call", lambda theirs, rank: sc.CollectiveMismatchError("not called"))
+            ranks.begin(b"call", lambda content, rank: sc.CollectiveMismatchError("not called"))
             time.sleep(0.05)
             ranks.isend(np.zeros(2_000_000, np.uint8), 0)
             ranks.abort(KeyError("on purpose"))
@@ -83,10 +83,10 @@ def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
 @pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="needs MPI_THREAD_MULTIPLE")
 def test_two_communicators_go_on_independently(comm: MPI.Intracomm) -> None:
     other = WORLD.Dup()
-    for each in (comm, other):
-        sc.sparse_allreduce(ONES, 3, comm=each)
+    for communicator in (comm, other):
+        sc.sparse_allreduce(ONES, 3, comm=communicator)
     first = None if RANK == ODD else sc.isparse_allreduce(ONES, 3, comm=comm)
-    for _ in range(5):  # while one rank has not made the call on the first one
+    for _ in range(5):  # one rank has not yet made the call on the first communicator
         assert sc.isparse_allreduce(ONES, 3, comm=other).wait(SECONDS).nnz == 3
     first = first or sc.isparse_allreduce(ONES, 3, comm=comm)
     assert first.wait(SECONDS).nnz == 3

@@ -1,4 +1,4 @@
-"""Gradients on CUDA devices between ranks: through host memory, and by device addresses, on an emulated device."""
+"""CUDA gradients over MPI on an emulated device: through host memory, and with device addresses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.mpi.ranks import MPI, RANK, WORLD, barrier
 
-FIRST = 65_536  # bytes of the first piece of a message; one that is full announces another
+FIRST = 65_536  # bytes of a message's first piece; if it is full, another follows
 
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeferredRuntime:
-    """Rank 0 compiles the kernels for all. Each rank's device works in another order."""
+    """Rank 0 compiles the kernels for all ranks. Each rank's device runs work in a different order."""
     runtime = DeferredRuntime(seed=zlib.crc32(f"{request.node.nodeid} {RANK}".encode()))
     use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100, filter_rounds=1)
     if RANK == 0:
@@ -51,7 +51,7 @@ def step(comm, algorithm, device):
 def test_collectives(
     aware: str, every: int, chunk: int, device: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long messages are sent while the rest is copied, and copied while the rest is received."""
+    """Long messages overlap copies with sends and receives."""
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", aware)
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "200")
     monkeypatch.setattr(memory, "CHUNK", chunk)
@@ -65,7 +65,7 @@ def test_collectives(
 
 
 class Occupied:
-    """A call that goes on until it is told to end."""
+    """A call that runs until it is told to end."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
@@ -80,7 +80,7 @@ class Occupied:
 
 @pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="calls are made by the thread that waits")
 def test_a_call_that_had_to_wait_works_on_the_callers_stream(device: DeferredRuntime) -> None:
-    """The thread of the queue makes it; x has yet to be written on the caller's stream, and the caller reads there."""
+    """The queue's thread makes the call, while the caller's stream has yet to write x and reads the result."""
     comm, occupied = WORLD.Dup(), Occupied()
     queue_of(transport_of(comm)).submit(occupied)
     before = device.make_current(device.new_stream())
@@ -93,7 +93,7 @@ def test_a_call_that_had_to_wait_works_on_the_callers_stream(device: DeferredRun
 
 
 class DeviceBytes:
-    """Memory with an address and no buffer protocol, as a CUDA array has."""
+    """Memory with an address but no buffer protocol, like a CUDA array's."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.nbytes = array, array.nbytes
@@ -116,7 +116,7 @@ class Addresses(MessageMemory):
 
 @pytest.mark.parametrize("end", ["detached", "collected"])
 def test_memory_of_a_message_under_way_is_never_freed(end: str) -> None:
-    """MPI still reads it, and nobody knows of the transfer any more."""
+    """MPI still reads the memory after the library has abandoned the transfer."""
     comm, memory, freed = WORLD.Dup(), Addresses(), list[str]()
     endpoint = abi.load().Endpoint(MPI._addressof(comm), 2**20 * 100, 0.0)
     endpoint.tag, endpoint.timeout, endpoint.counters = 1, 60.0, TrafficCounters()

@@ -1,4 +1,4 @@
-"""Compiled `sparsecomm.jax` between ranks, which simulated ranks cannot run. Every rank runs this file."""
+"""Compiled `sparsecomm.jax`, which simulated ranks cannot run. Every rank runs this file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def integers(seed: int) -> dict[str, Any]:
 
 
 def test_calls_keep_their_order_in_scan() -> None:
-    """Calls of one size on results that do not depend on each other."""
+    """The calls have equal sizes and do not depend on each other."""
 
     def body(carry: Any, i: Any) -> tuple[Any, Any]:
         x, r = carry
@@ -89,7 +89,7 @@ def test_weights_that_differ_are_found() -> None:
         return jax.block_until_ready(update(params, state or first))
 
     step(None, changed)
-    step(0, changed, step(0, params))  # looked at in step 0 only
+    step(0, changed, step(0, params))  # weights are compared in step 0 only
     with pytest.raises(Exception, match=r"params\['w'\], float32 \(300,\): the weights of rank 2 differ"):
         step(0, changed)
     with pytest.raises(Exception, match=r"params\['w'\], float32 \(300,\): the weights of rank 2 differ"):
@@ -98,7 +98,7 @@ def test_weights_that_differ_are_found() -> None:
 
 
 def test_adamw_makes_the_same_weights_and_units_everywhere() -> None:
-    """Where the first of its two exchanges is made in step 0 alone."""
+    """The first of its two exchanges happens only in step 0."""
     optimizer = sj.sparse_adamw(0.05, density=0.2)
     params: Any = {name: leaf for name, leaf in integers(0).items() if name in "ad"}
     params = jax.tree.map(jnp.array, WORLD.bcast(jax.tree.map(np.asarray, params)))

@@ -1,4 +1,4 @@
-"""`sparsecomm.torch` over MPI, beside a process group: see `tests/mpi/test_under_mpirun.py`."""
+"""`sparsecomm.torch` over MPI, compared with a process group: see `tests/mpi/test_under_mpirun.py`."""
 
 from __future__ import annotations
 

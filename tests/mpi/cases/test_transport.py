@@ -1,4 +1,4 @@
-"""The MPI transport between ranks: what every transport promises, and what is MPI's own. Every rank runs this file."""
+"""The MPI transport between ranks: the conformance cases, and cases specific to MPI. Every rank runs this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
 
 
 class MpiRanks(conformance.Ranks):
-    """The ranks of the world. Communicators are freed after the case."""
+    """The ranks of the world, for the conformance cases. Frees communicators after the case."""
 
     rank, size = RANK, P
 
@@ -57,21 +57,21 @@ def test_what_is_no_message_ends_the_call_and_names_its_sender(comm, monkeypatch
     if raw.startswith(b"control"):
         raw = mpi._CONTROL.pack(transport._token, 1, 200) + raw[7:]
     elif raw == b"data":
-        tag, raw = 2, bytes(65)  # of call 1
+        tag, raw = 2, bytes(65)  # belongs to call 1
     if RANK == 1:
         _sent_raw.extend(transport._comm.Isend([raw, MPI.BYTE], to, tag) for to in range(P) if to != RANK)
     barrier()
     with pytest.raises(TransportError, match=r"from rank 1 a (control )?message") as caught, call(transport):
         transport.receive(NEXT if RANK == 1 else 1)
-    transport.abort(caught.value)  # where the call did not begin
+    transport.abort(caught.value)  # on ranks whose call did not begin
     barrier()
 
 
-_sent_raw = []  # some of it nobody receives
+_sent_raw = []  # some messages are never received
 
 
 class Interrupted(MPI.Intracomm):
-    """A communicator with a pause after every operation that begins: of a different length on each rank."""
+    """A communicator that pauses after each operation begins, for a different time on each rank."""
 
     def Idup(self, *arguments):  # noqa: N802
         return self._pause(super().Idup(*arguments))
@@ -86,7 +86,7 @@ class Interrupted(MPI.Intracomm):
 
 @pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="no thread may call MPI")
 def test_the_first_call_while_another_thread_is_busy_with_mpi(timeout):
-    """MPI may go on with what has begun whenever any thread calls it, on each rank at another time."""
+    """Any thread that calls MPI may progress pending operations, at a different time on each rank."""
     timeout(SECONDS)
     done = threading.Event()
 
@@ -108,7 +108,7 @@ def test_the_first_call_while_another_thread_is_busy_with_mpi(timeout):
 
 
 class Failing:
-    """A request that fails, and is then gone: MPI takes it for complete."""
+    """A request that fails and is then freed: MPI considers it complete."""
 
     failed = False
 
@@ -120,7 +120,7 @@ class Failing:
 
 
 class Fails(MPI.Intracomm):
-    """A communicator whose exchange fails. Nothing is left under way."""
+    """A communicator whose exchange fails, with nothing left under way."""
 
     def Idup(self, *arguments):  # noqa: N802
         private, request = super().Idup(*arguments)
@@ -156,6 +156,6 @@ def test_a_broadcast_that_does_not_come_times_out(comm, timeout):
         with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.2 s for a broadcast from rank 1"):
             transport.broadcast(data, 1)
     barrier()
-    if RANK > 0:  # now that of rank 0 can end, too
+    if RANK > 0:  # now rank 0's call can end, too
         transport.broadcast(data, 1)
     barrier()

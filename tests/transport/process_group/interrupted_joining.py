@@ -1,4 +1,4 @@
-"""A rank that is interrupted in its first call, for which the other rank does not come, and whose interpreter ends."""
+"""A rank whose first call is interrupted while it waits for the other rank, and whose interpreter then ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 - a backend tha
 from sparsecomm.transport import transport_of
 from sparsecomm.transport.process_group import rendezvous
 
-SECONDS = 0.2  # of a trip to the store
+SECONDS = 0.2  # for a trip to the store
 
 read_now = rendezvous._read
 
 
 def read(store: Any, *arguments: Any) -> Any:
-    """Read the log, in a trip that is spent in torch's C++."""
+    """Read the log, a trip that blocks in torch's C++."""
     with suppress(RuntimeError):
         store.wait(["nothing"], timedelta(seconds=SECONDS))
     return read_now(store, *arguments)
@@ -32,7 +32,7 @@ def interrupt(*_: object) -> None:
 
 
 class Late:
-    """What takes its time when the interpreter has begun to end."""
+    """An object whose destructor delays the end of the interpreter."""
 
     def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         sleep(5 * SECONDS)

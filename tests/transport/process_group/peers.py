@@ -1,4 +1,4 @@
-"""Connections between ranks of this process, and peers that are plain sockets, for the tests of connections."""
+"""Connected ranks in one process, and peers that are plain sockets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.transport.conformance import noise as noise
 from tests.waiting import SOON, until
 
 HOST = "127.0.0.1"
-HELLO = struct.Struct("<8s16sIHH")  # magic, ticket, rank of the sender, index of the connection, number of them
+HELLO = struct.Struct("<8s16sIHH")  # magic, ticket, sender's rank, index of the connection, number of connections
 FRAME = struct.Struct("<IiqQQQII")  # magic, kind, call, sequence, total, offset, piece, length
 MAGIC, NOTHING = 0x53435031, -6
 SECONDS = float(SOON)
-Tokens = tuple[bytes, bytes]  # of rank 0 and of rank 1
+Tokens = tuple[bytes, bytes]  # of ranks 0 and 1
 
 
 def hello(tokens: Tokens, sender: int, index: int, streams: int = 1) -> bytes:
     tickets = hashlib.shake_128(b"".join(tokens)).digest(2 * 64 * 16)
-    at = 16 * (index + (0 if sender else 64))  # first those of the rank that connects
+    at = 16 * (index + (0 if sender else 64))  # tickets of the connecting rank come first
     return HELLO.pack(b"sparsec2", tickets[at : at + 16], sender, index, streams)
 
 
@@ -36,17 +36,17 @@ def frame(sequence: int, data: bytes, offset: int = 0, piece: int = 0, kind: int
 
 
 def read(peer: socket.socket, nbytes: int) -> bytes:
-    found = b""
-    while len(found) < nbytes:
-        found += (more := peer.recv(nbytes - len(found)))
+    content = b""
+    while len(content) < nbytes:
+        content += (more := peer.recv(nbytes - len(content)))
         assert more, "it has ended"
-    return found
+    return content
 
 
 def read_frame(peer: socket.socket, *, nothing: bool = False) -> tuple[tuple[int, ...], bytes]:
-    """Return the words of a header, and the piece that follows; skip frames of nothing unless ``nothing``.
+    """Return a frame's header and piece. Empty frames are skipped unless ``nothing``.
 
-    They may follow in any test: on a busy machine the system may take what comes late for lost.
+    Empty frames may arrive in any test: on a busy machine TCP may take late segments for lost.
     """
     while True:
         words = FRAME.unpack(read(peer, FRAME.size))
@@ -57,7 +57,7 @@ def read_frame(peer: socket.socket, *, nothing: bool = False) -> tuple[tuple[int
 
 
 def reset_at_close(peer: socket.socket) -> None:
-    """Let the system reset the connection when it is closed, as it does for a killed process."""
+    """Reset the connection on close, as the system does for a killed process."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -69,7 +69,7 @@ def following(connections: Connections) -> tuple[int, int, int, Any]:
 
 
 def collect(connections: Connections, messages: int, requests: int) -> tuple[list[Any], list[Any]]:
-    """Return so many messages, as (peer, call, data), and so many requests that are out."""
+    """Return ``messages`` messages as (peer, call, data), and ``requests`` sent requests."""
     got, out = [], []
     while len(got) < messages or len(out) < requests:
         kind, rank, number, what = following(connections)
@@ -78,38 +78,38 @@ def collect(connections: Connections, messages: int, requests: int) -> tuple[lis
     return got, out
 
 
-def listen(made: Sequence[Connections], address: str = HOST) -> list[int]:
-    """Let ranks listen, and tell them each other's addresses; return their ports."""
-    tokens = [os.urandom(TOKEN_BYTES) for _ in made]
-    ports = [each.listen(address, token) for each, token in zip(made, tokens, strict=True)]
-    for rank, each in enumerate(made):
-        for other in range(len(made)):
+def listen(by_rank: Sequence[Connections], address: str = HOST) -> list[int]:
+    """Let ranks listen, exchange their addresses, and return their ports."""
+    tokens = [os.urandom(TOKEN_BYTES) for _ in by_rank]
+    ports = [connections.listen(address, token) for connections, token in zip(by_rank, tokens, strict=True)]
+    for rank, connections in enumerate(by_rank):
+        for other in range(len(by_rank)):
             if other != rank:
-                each.set_peer(other, address, ports[other], tokens[other])
+                connections.set_peer(other, address, ports[other], tokens[other])
     return ports
 
 
 @contextmanager
 def ranks(P: int, streams: int = 1, limit: int = 2**22, address: str = HOST) -> Iterator[list[Connections]]:
-    made = [Connections(rank, P, limit, streams) for rank in range(P)]
-    listen(made, address)
-    for each in made:
-        each.start(300.0)
-    assert all(each.join(SECONDS) for each in made)
+    by_rank = [Connections(rank, P, limit, streams) for rank in range(P)]
+    listen(by_rank, address)
+    for connections in by_rank:
+        connections.start(300.0)
+    assert all(connections.join(SECONDS) for connections in by_rank)
     if streams:
-        until(lambda: all(a.traffic(b)[-1] == streams for b in range(P) for a in made[:b]))
+        until(lambda: all(a.traffic(b)[-1] == streams for b in range(P) for a in by_rank[:b]))
     try:
-        yield made
+        yield by_rank
     finally:
-        for each in made:
-            each.close(1.0)
+        for connections in by_rank:
+            connections.close(1.0)
 
 
 @contextmanager
 def stranger(streams: int = 1, announced: int = 0) -> Iterator[tuple[Connections, list[socket.socket], Tokens]]:
-    """Rank 0 of 2, connections to it of a rank 1 that is this test, and the tokens of both.
+    """Yield rank 0 of 2, connections to it from the test, which acts as rank 1, and the tokens of both.
 
-    ``announced``: the number of connections that rank 0 expects, if it is another one.
+    ``announced``: the number of connections that rank 0 expects, if it differs.
     """
     tokens, announced = (os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)), announced or streams
     rank = Connections(0, 2, 2**22, 1)
@@ -131,7 +131,7 @@ def stranger(streams: int = 1, announced: int = 0) -> Iterator[tuple[Connections
 
 
 class LowerPeer:
-    """A rank 0 that is this test: its listener, and the connections of rank 1 of 2, which is ``rank``."""
+    """The test acts as rank 0 of 2: its listener, and connections from rank 1, which is ``rank``."""
 
     def __init__(self, streams: int = 1, backlog: int | None = None) -> None:
         self.tokens, self.streams = (os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)), streams
@@ -148,12 +148,12 @@ class LowerPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in (self.listener, *self.peers):
-            each.close()
+        for open_socket in (self.listener, *self.peers):
+            open_socket.close()
         self.rank.close(0.1)
 
     def accept(self, *indices: int) -> socket.socket:
-        """Accept a connection, which says hello with one of ``indices``."""
+        """Accept a connection whose hello has one of ``indices``."""
         peer, _ = self.listener.accept()
         peer.settimeout(SECONDS)
         self.peers.append(peer)
@@ -181,12 +181,12 @@ def mode_of(fd: int) -> int:
 
 
 def held_too(fd: int) -> socket.socket:
-    """Return the same connection, by a descriptor of its own."""
+    """Return a duplicate descriptor of a connection."""
     return socket.socket(fileno=os.dup(fd))
 
 
 def ports(fd: int) -> tuple[int, int]:
-    """Return the ports of a connection of TCP, this end's first; zeros if it is something else."""
+    """Return the local and remote ports of a TCP connection; zeros for other descriptors."""
     with held_too(fd) as same:
         try:
             return int(same.getsockname()[1]), int(same.getpeername()[1])

@@ -37,55 +37,55 @@ from tests.waiting import until
 
 
 def test_on_a_local_network_one_connection_serves_a_pair() -> None:
-    """The number is chosen by the round trip, which is longer where a core is taken away meanwhile."""
+    """The number depends on the round trip, which is longer if the process loses its core meanwhile."""
     until(one_connection_serves_a_pair)
 
 
 def one_connection_serves_a_pair() -> bool:
-    with ranks(2, streams=0) as made:
-        made[1].send(0, 1, noise(100_000), None)
-        collect(made[0], 1, 0)
-        return [each.traffic(1 - rank)[-1] for rank, each in enumerate(made)] == [1, 1]
+    with ranks(2, streams=0) as by_rank:
+        by_rank[1].send(0, 1, noise(100_000), None)
+        collect(by_rank[0], 1, 0)
+        return [connections.traffic(1 - rank)[-1] for rank, connections in enumerate(by_rank)] == [1, 1]
 
 
 @pytest.mark.parametrize("size", [100_000, 1_000_000])
 def test_pieces_of_a_message_are_spread_over_connections(size: int) -> None:
-    """What four fresh connections carry in one trip goes over all of them, evenly."""
+    """Four fresh connections share evenly what they can carry in one round trip."""
     with stranger(streams=4) as (rank, peers, _):
         done = rank.send(1, 9, noise(size), "request")
-        found, carried = bytearray(size), dict.fromkeys(peers, 0)
+        content, carried = bytearray(size), dict.fromkeys(peers, 0)
         while sum(carried.values()) < size:
             for peer in select.select(peers, [], [])[0]:
                 (_, kind, number, sequence, total, offset, _, length), part = read_frame(peer, nothing=True)
-                if kind == NOTHING:  # TCP has repeated a segment, as it does on a busy machine
+                if kind == NOTHING:  # TCP repeated a segment, as on a busy machine
                     continue
                 assert (kind, number, sequence, total) == (DATA, 9, 0, size)
-                found[offset : offset + length] = part
+                content[offset : offset + length] = part
                 carried[peer] += length
-        assert found == noise(size).tobytes()
+        assert content == noise(size).tobytes()
         assert min(carried.values()) >= 13_000
         if not done:
             assert following(rank) == (SENT, 1, 0, "request")
 
 
 def test_a_connection_that_stalls_holds_up_little() -> None:
-    """Nobody reads from one of four: the others carry what it has not taken."""
+    """Nobody reads from one of four connections, so the others carry the rest."""
     size = 20_000_000
     with stranger(streams=4) as (rank, peers, _):
         data = noise(size)
         assert rank.send(1, 9, data, "request") is False
         with ThreadPoolExecutor(3) as threads:
             arrive = [threads.submit(until_goodbye, peer) for peer in peers[1:]]
-            assert following(rank) == (SENT, 1, 0, "request")  # the system has the rest
+            assert following(rank) == (SENT, 1, 0, "request")  # the system has buffered the rest
             closing = threading.Thread(target=rank.close, args=(SECONDS,))
             closing.start()
-            assert sum(each.result() for each in arrive) > 0.8 * size
+            assert sum(arrival.result() for arrival in arrive) > 0.8 * size
         peers[0].close()
         closing.join()
 
 
 def until_goodbye(peer: socket.socket) -> int:
-    """Return how many bytes of messages come before it."""
+    """Return the number of bytes of messages before the goodbye."""
     arrived = 0
     while True:
         words, part = read_frame(peer)
@@ -96,7 +96,7 @@ def until_goodbye(peer: socket.socket) -> int:
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_a_peer_that_dies_within_a_message(streams: int) -> None:
-    """What is whole, and all before it, is delivered; then its death is told, once."""
+    """Complete messages are delivered, then its death is reported once."""
     with stranger(streams) as (rank, peers, _):
         peers[0].sendall(frame(0, b"whole") + frame(1, bytes(10_000), 0, 5000)[:3000])
         peers[-1].sendall(frame(2, b"later") if streams > 1 else b"")
@@ -111,7 +111,7 @@ def test_a_peer_that_dies_within_a_message(streams: int) -> None:
 
 
 def test_a_peer_that_ends_in_order_is_not_dead() -> None:
-    """Its goodbye may come after some of its connections have ended, on each of them."""
+    """Its goodbye may come on any connection, after others have ended."""
     with stranger(streams=3) as (rank, peers, _):
         goodbye = frame(2, b"", kind=GOODBYE)
         peers[0].sendall(frame(0, bytes(100), 0, 64))
@@ -128,7 +128,7 @@ def test_a_peer_that_ends_in_order_is_not_dead() -> None:
 @pytest.mark.parametrize("ends", ["closed", "reset", "goodbye"])
 @pytest.mark.parametrize("pieces", [0, 1])
 def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, ends: str) -> None:
-    """Some connections have said goodbye; another one ends before a message is complete, perhaps with a goodbye."""
+    """Some connections end with a goodbye. Another one ends within a message, with or without a goodbye."""
     with stranger(streams=3) as (rank, peers, _):
         goodbye = frame(1, b"", kind=GOODBYE)
         peers[0].sendall(frame(0, bytes(100), 0, 64)[: -1 if pieces == 0 else None])
@@ -147,7 +147,7 @@ def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, ends: st
 
 
 def test_all_connections_say_goodbye_also_those_that_nobody_has_answered() -> None:
-    """A peer that hears a hello, and then an end without a goodbye, would take the rank for dead."""
+    """If a connection ends after its hello without a goodbye, the peer takes the rank for dead."""
     with LowerPeer(streams=3) as lower:
         lower.accept(0).sendall(hello(lower.tokens, 0, 0))
         for _ in range(2):
@@ -160,7 +160,7 @@ def test_all_connections_say_goodbye_also_those_that_nobody_has_answered() -> No
 
 @pytest.mark.parametrize("late", [0.0, 0.3])
 def test_what_was_sent_arrives_although_the_peer_sends_too(late: float) -> None:
-    """To what comes for a closed connection the system answers by forgetting what it was still to send."""
+    """If data arrives on a closed connection, the system drops data that it has not sent yet."""
     sizes = [60_000] * 30
     with stranger() as (rank, (peer,), _):
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -170,7 +170,7 @@ def test_what_was_sent_arrives_although_the_peer_sends_too(late: float) -> None:
         time.sleep(late)
         for i, size in enumerate(sizes):
             peer.sendall(frame(i, b"are you there?"))
-            time.sleep(0.01)  # it is slow
+            time.sleep(0.01)
             assert read_frame(peer)[1] == noise(size, i).tobytes()
         assert read_frame(peer)[0][1] == GOODBYE
         closing.join()
@@ -200,16 +200,16 @@ def test_memory_that_cannot_be_read_ends_the_connection(tmp_path: Path) -> None:
 
 
 def test_a_connection_that_another_process_still_holds_is_closed_for_this_one() -> None:
-    """As one does that is just being forked, or that is about to become another program."""
+    """The other process has just been forked, or is about to execute another program."""
     with stranger() as (rank, (peer,), _):
-        held = [os.dup(fd) for fd in of_this_process() if ports(fd)[0] == peer.getpeername()[1]]
-        assert held
+        duplicates = [os.dup(fd) for fd in of_this_process() if ports(fd)[0] == peer.getpeername()[1]]
+        assert duplicates
         peer.close()
         assert following(rank)[:2] == (DISCONNECTED, 1)
         used = cpu_seconds(rank.thread_id)
         time.sleep(0.5)
-        assert cpu_seconds(rank.thread_id) - used < 0.25  # it waits, for nothing happens
-        for fd in held:
+        assert cpu_seconds(rank.thread_id) - used < 0.25  # it waits without using the CPU
+        for fd in duplicates:
             os.close(fd)
 
 
@@ -231,16 +231,16 @@ def test_a_reader_that_does_not_read_costs_the_sender_no_memory() -> None:
     with stranger() as (rank, _, _):
         data, before, began = noise(100_000_000), resident(), time.monotonic()
         assert rank.send(1, 1, data, "request") is False
-        assert rank.send(1, 2, noise(10), None)  # a short message behind it is copied
+        assert rank.send(1, 2, noise(10), None)  # a short message behind the long one is copied
         assert time.monotonic() - began < SECONDS / 2
         assert resident() - before < 2**24
-        rank.close(0.2)  # does not wait for it
+        rank.close(0.2)  # does not wait for the long message
         assert time.monotonic() - began < SECONDS
 
 
-@pytest.mark.filterwarnings("ignore:.*fork")  # JAX, where other tests of this process use it, warns of its threads
+@pytest.mark.filterwarnings("ignore:.*fork")  # JAX warns of its threads if other tests have imported it
 def test_a_forked_process_holds_no_connection() -> None:
-    """Else a peer would not see that the process is dead from which it was forked."""
+    """Otherwise a peer would not notice the death of the parent process."""
     with stranger() as (rank, (peer,), _):
         child = os.fork()
         if child == 0:

@@ -1,4 +1,4 @@
-"""Frames on a connection: pieces in any order, frames of nothing, and bytes that are no valid frame."""
+"""Frames on a connection: pieces in any order, empty frames, and invalid frames."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ GOOD = FRAME.pack(MAGIC, DATA, 1, 0, 0, 0, 1, 0)
 
 @pytest.mark.parametrize("lossy", [False, True])
 def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -> None:
-    """Where the queue of those who wait to be accepted is full, the system drops what asks for a connection."""
+    """A full accept queue makes the system drop connection requests, so segments are lost."""
     data = noise(20_000)  # two pieces
     with ExitStack() as stack:
         lower = stack.enter_context(LowerPeer(2, backlog=0 if lossy else None))
-        until(lambda: len(connections_to(lower.port)) == 2)  # before the first is accepted
+        until(lambda: len(connections_to(lower.port)) == 2)  # before the first one is accepted
         for i in range(2):
             lower.accept(i).sendall(hello(lower.tokens, 0, i))
         until(lambda: lower.rank.traffic(0)[-1] == 2)
-        held = [stack.enter_context(held_too(fd)) for fd in of_this_process() if ports(fd)[1] == lower.port]
-        assert len(held) == 2
+        connections = [stack.enter_context(held_too(fd)) for fd in of_this_process() if ports(fd)[1] == lower.port]
+        assert len(connections) == 2
         for number in (1, 2):
             assert lower.rank.send(0, number, data, None)
         closing = threading.Thread(target=lower.rank.close, args=(SECONDS,))
@@ -86,16 +86,16 @@ def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -
                 kinds[-1].append(read_frame(peer, nothing=True)[0][1])
             peer.close()
         closing.join()
-        lost = [each for each in held if segments_lost(each)]
-    if lossy:  # it is known when the second connection is looked at, be it after the first
+        lost = [connection for connection in connections if segments_lost(connection)]
+    if lossy:  # the loss is known when the second connection is checked
         assert kinds[0] in ([DATA, NOTHING] * 2 + [GOODBYE], [DATA, DATA, NOTHING, GOODBYE])
         assert kinds[1] == [DATA, NOTHING] * 2 + [GOODBYE]
-    elif not lost:  # as it may be where this process gets no core
+    elif not lost:  # segments may be lost if this process gets no core
         assert kinds == [[DATA, DATA, GOODBYE]] * 2
 
 
 def connections_to(port: int) -> list[str]:
-    """Return what the system says of those to a port of this machine, also those that nobody has answered."""
+    """Return the system's entries for connections to a local port, including unanswered ones."""
     lines = Path("/proc/self/net/tcp").read_text().splitlines()
     return [line for line in lines if line.split()[2].endswith(f":{port:04X}")]
 
@@ -120,7 +120,7 @@ def test_frames_of_nothing_are_no_messages() -> None:
         ),
     )
 )
-@example(FRAME.pack(MAGIC + 1, DATA, 1, 0, 0, 0, 1, 0))  # of another version, or order of bytes
+@example(FRAME.pack(MAGIC + 1, DATA, 1, 0, 0, 0, 1, 0))  # another version, or byte order
 @example(FRAME.pack(MAGIC, DATA, 2**62, 0, 0, 0, 1, 0))
 @example(FRAME.pack(MAGIC, 3, 1, 0, 2**17 + 1, 0, 2**17 + 1, 2**17 + 1))  # a control message is short
 @example(FRAME.pack(MAGIC, DATA, 1, 0, 100, 64, 64, 37))
@@ -162,7 +162,7 @@ def test_what_is_no_message_ends_the_connection(raw: bytes) -> None:
         assert (kind, who) == (UNREADABLE, 1)
         assert what.startswith("a message of ")
         assert rank.send(1, 1, noise(10), None) is None
-        assert rank.next(0.1) is None  # it is told once
+        assert rank.next(0.1) is None  # reported once
 
 
 @pytest.mark.parametrize("piece", [64, 2**20])
@@ -191,5 +191,5 @@ def test_what_has_come_of_a_message_is_given_back_when_its_peer_is_lost() -> Non
 
 
 def segments_lost(connection: socket.socket) -> int:
-    found: int = struct.unpack_from("I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 100)[0]
-    return found
+    segments: int = struct.unpack_from("I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 100)[0]
+    return segments

@@ -1,4 +1,4 @@
-"""Ranks that meet over a store, as threads, and the address that a rank tells the others."""
+"""Ranks, as threads, that meet over a store, and the address that a rank announces."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from sparsecomm.transport.process_group.rendezvous import rendezvous  # noqa: E4
 def attempts(
     store: Any, delays: list[float], timeout: float, busy: Callable[[int], Any] | None = None
 ) -> list[list[str] | TimeoutError]:
-    """What became of each rank, if they come after so many seconds; NaN: never.
+    """Return each rank's outcome if it comes after ``delays`` seconds; NaN: it never comes.
 
-    ``busy``: the connection that a rank has beside ``store``.
+    ``busy`` returns a rank's own connection to the store, which may be blocked.
     """
-    found: list[Any] = [None] * len(delays)
+    outcomes: list[Any] = [None] * len(delays)
 
     def come(rank: int) -> None:
         time.sleep(delays[rank])
         token = os.urandom(4).hex()
         try:
-            told = f"{rank} at {token}"
+            message = f"{rank} at {token}"
             if busy is None:
-                found[rank] = rendezvous(store, rank, len(delays), timeout, token, told)
+                outcomes[rank] = rendezvous(store, rank, len(delays), timeout, token, message)
             else:
-                found[rank] = rendezvous(busy(rank), rank, len(delays), timeout, token, told, clone=lambda: store)
+                outcomes[rank] = rendezvous(busy(rank), rank, len(delays), timeout, token, message, clone=lambda: store)
         except TimeoutError as error:
-            found[rank] = error
+            outcomes[rank] = error
 
     threads = [threading.Thread(target=come, args=[rank]) for rank, delay in enumerate(delays) if delay == delay]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return outcomes
 
 
-def check(found: list[Any]) -> bool:
-    """Check that all ranks have met, and know of each other what it told in this attempt, or none has."""
-    met = [not isinstance(each, TimeoutError) for each in found]
-    assert len(set(met)) == 1, found
+def check(outcomes: list[Any]) -> bool:
+    """Return whether ranks have met. Check that all or none have, with each other's messages of this attempt."""
+    met = [not isinstance(outcome, TimeoutError) for outcome in outcomes]
+    assert len(set(met)) == 1, outcomes
     if met[0]:
-        assert all(each == found[0] for each in found)
-        assert [line.split(" at ")[0] for line in found[0]] == [str(rank) for rank in range(len(found))]
+        assert all(outcome == outcomes[0] for outcome in outcomes)
+        assert [line.split(" at ")[0] for line in outcomes[0]] == [str(rank) for rank in range(len(outcomes))]
     return met[0]
 
 
@@ -67,11 +67,11 @@ def test_all_meet_or_none_and_all_may_try_again(P: int) -> None:
         store, before = dist.HashStore(), []
         for timeout in (0.01, 0.01, 0.01, 60, 60):
             delays = random.choice([0.0, 0.005, 0.01, 0.02], P)
-            found = attempts(store, delays.tolist(), timeout)
-            met = check(found)
+            outcomes = attempts(store, delays.tolist(), timeout)
+            met = check(outcomes)
             assert met or timeout < 60
-            assert found != before  # what was told another time is not taken for what is told now
-            before = found if met else before
+            assert outcomes != before  # messages of earlier attempts are not returned
+            before = outcomes if met else before
 
 
 def test_over_stores_of_every_kind(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_over_stores_of_every_kind(tmp_path: Path) -> None:
 
 
 class Busy:
-    """A connection that another thread holds: what is asked of it waits for ``free``, also for ever."""
+    """A connection in use by another thread: requests wait for ``free``, possibly for ever."""
 
     def __init__(self, store: Any, free: threading.Event) -> None:
         self._store, self._free = store, free
@@ -98,7 +98,7 @@ class Busy:
 
 @pytest.mark.parametrize("busy", [[], [0], [1, 2], [0, 1, 2]], ids=str)
 def test_a_connection_that_others_hold_delays_nobody_for_long(busy: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what comes over it when it is free again is no line of another time."""
+    """When the connection is free again, its late writes do not disturb later attempts."""
     monkeypatch.setattr("sparsecomm.transport.process_group.rendezvous._SHARED_TIME", 0.05)
     store, free, at_once = dist.HashStore(), threading.Event(), threading.Event()
     at_once.set()
@@ -115,7 +115,7 @@ def test_those_who_did_not_come_are_named(P: int, missing: list[int], who: str) 
     store = dist.HashStore()
     for rank, error in enumerate(attempts(store, delays, 1.0)):
         assert (error is None) == (rank in missing)
-        if error is not None:  # another may have gone before
+        if error is not None:  # another rank may have left before
             assert str(error).startswith(f"rank {rank} waited 1 s for the first call on this process group")
             assert all(str(other) in str(error).split("make: ")[1] for other in missing)
     assert any(who in str(error) for error in attempts(store, delays, 1.0))
@@ -123,7 +123,7 @@ def test_those_who_did_not_come_are_named(P: int, missing: list[int], who: str) 
 
 
 def test_the_last_rank_to_come_waits_for_one_answer_of_the_store() -> None:
-    """To append needs none."""
+    """Appending needs no answer."""
 
     class Counting:
         def __init__(self) -> None:
@@ -150,7 +150,7 @@ def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "tun77")
     with pytest.raises(TransportError, match=r"GLOO_SOCKET_IFNAME='tun77': there is no .*'tun77'.* lo"):
         own_address()
-    monkeypatch.setattr(joining, "_IPV6", tmp_path / "addresses")  # one without IPv4
+    monkeypatch.setattr(joining, "_IPV6", tmp_path / "addresses")  # a machine without IPv4
     for number, scope, address in ("20010db8", "00", "2001:db8::1"), ("fe800000", "20", "fe80::1%tun77"):
         line = f"{number}{'0' * 23}1 05 40 {scope} 80 tun77\n"
         joining._IPV6.write_text("0" * 31 + "1 01 80 10 80 lo\n" + line)

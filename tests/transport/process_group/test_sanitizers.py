@@ -27,7 +27,7 @@ def test_connections_are_clean_under_sanitizers(sanitizers: str, tmp_path: Path)
     flags = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-omit-frame-pointer", f"-I{SOURCES}"]
     sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     subprocess.run([COMPILER, *flags, *sanitize, *map(str, sources), "-o", str(program)], check=True)
-    environ = os.environ | {"TSAN_OPTIONS": "report_thread_leaks=0"}  # of forks, which have none of the threads
+    environ = os.environ | {"TSAN_OPTIONS": "report_thread_leaks=0"}  # forks have none of the threads
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=LIMIT, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "passed\n"

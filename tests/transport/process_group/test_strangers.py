@@ -1,4 +1,4 @@
-"""Making connections while strangers connect, too: hellos, the listener, and ranks that are turned away."""
+"""Set-up of connections while strangers connect, too: hellos, the listener, and rejected ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def refused(address: Any, raw: bytes) -> bool:
 
 
 def test_strangers_do_not_fill_the_queue_of_the_system_before_ranks_come() -> None:
-    """TCP asks a full queue again only after a second."""
+    """TCP retries a full queue only after a second."""
     rank = Connections(0, 2, 2**22, 1)
     address = HOST, rank.listen(HOST, bytes(16))
 
@@ -99,25 +99,25 @@ def nobody_listens(port: int) -> bool:
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_nobody_listens_when_all_are_connected(streams: int) -> None:
-    made = [Connections(rank, 3, 2**22, streams) for rank in range(3)]
-    ports = listen(made)
-    made[2].start(300.0)
-    until(lambda: nobody_listens(ports[2]))  # nobody connects to the last rank
-    made[0].start(300.0)
-    assert not made[0].join(0.05)
+    by_rank = [Connections(rank, 3, 2**22, streams) for rank in range(3)]
+    ports = listen(by_rank)
+    by_rank[2].start(300.0)
+    until(lambda: nobody_listens(ports[2]))  # the last rank needs no listener
+    by_rank[0].start(300.0)
+    assert not by_rank[0].join(0.05)
     assert not nobody_listens(ports[0])
-    made[1].start(300.0)
+    by_rank[1].start(300.0)
     for port in ports:
         until(lambda port=port: nobody_listens(port))
-    assert all(each.join(SECONDS) for each in made)
-    for each in made:
-        each.close(1.0)
+    assert all(connections.join(SECONDS) for connections in by_rank)
+    for connections in by_rank:
+        connections.close(1.0)
 
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("sizes", [[0], [1000, 1000], [12_000, 5000, 7], [1_000_000, 10]])
 def test_who_is_turned_away_comes_again_and_repeats_what_it_has_sent(sizes: list[int], reset: bool) -> None:
-    """As a listener does to the oldest of too many connections, although it is that of a rank."""
+    """A listener closes the oldest of too many connections, even if it is a rank's."""
     with LowerPeer() as lower:
         rank, peer = lower.rank, lower.accept(0)
         assert rank.join(SECONDS)
@@ -130,21 +130,21 @@ def test_who_is_turned_away_comes_again_and_repeats_what_it_has_sent(sizes: list
             peer = lower.accept(0)
         used = cpu_seconds(rank.thread_id)
         time.sleep(0.2)
-        assert cpu_seconds(rank.thread_id) - used < 0.1  # it waits
+        assert cpu_seconds(rank.thread_id) - used < 0.1
         peer.sendall(hello(lower.tokens, 0, 0))
         for i, size in enumerate(sizes):
-            found, whole = b"", False
-            while not whole:
+            content, complete = b"", False
+            while not complete:
                 words, part = read_frame(peer)
-                assert words[1:6] == (DATA, i, i, size, len(found))
-                found += part
-                whole = len(found) == size
-            assert found == noise(size, i).tobytes()
+                assert words[1:6] == (DATA, i, i, size, len(content))
+                content += part
+                complete = len(content) == size
+            assert content == noise(size, i).tobytes()
         assert collect(rank, 0, len(late))[1] == late
 
 
 def test_an_end_waits_until_the_hello_is_answered() -> None:
-    """Otherwise a last message would be lost with a connection that is turned away."""
+    """Otherwise the last message would be lost if the connection is rejected."""
     with LowerPeer() as lower:
         peer = lower.accept(0)
         assert lower.rank.join(SECONDS)
@@ -165,6 +165,6 @@ def test_what_cannot_be_an_address_is_refused() -> None:
     with pytest.raises(RuntimeError, match="nowhere is not an address"):
         rank.listen("nowhere", bytes(16))
     with pytest.raises(RuntimeError, match=r"listen on 192\.0\.2\.1: Cannot assign"):
-        rank.listen("192.0.2.1", bytes(16))  # that of no machine
+        rank.listen("192.0.2.1", bytes(16))  # no machine has this address
     with pytest.raises(ValueError, match="token"):
         rank.listen(HOST, b"short")

@@ -1,4 +1,4 @@
-"""The transport over a process group, between processes of this machine: what they do is in `transport_cases.py`."""
+"""The transport over a process group, between local processes that run `transport_cases.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KILLED = {2: (), 4: (2,)}
 @pytest.mark.slow
 @pytest.mark.parametrize("P", [exhaustive(2), 4])
 def test_cases(P: int, tmp_path: Path) -> None:
-    """All ranks end well, and say nothing on stderr."""
+    """All ranks succeed, without output on stderr."""
     jobs = []
     for rank in range(P):
         start = [sys.executable, str(PROGRAM), str(rank), str(P), str(tmp_path)]
@@ -44,7 +44,7 @@ def test_cases(P: int, tmp_path: Path) -> None:
 
 
 def test_a_process_ends_in_order_after_an_interrupted_first_call() -> None:
-    """The thread that connects the ranks is then in torch's C++, and must not come back from there into no Python."""
+    """The thread that connects ranks is in torch's C++, and must not return into an interpreter that has ended."""
     program = Path(__file__).with_name("interrupted_joining.py")
     ended = subprocess.run(
         [sys.executable, str(program)],

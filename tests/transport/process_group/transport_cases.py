@@ -1,4 +1,4 @@
-"""What `test_transport.py` beside it runs on every rank: ``transport_cases.py RANK SIZE FOLDER``."""
+"""Cases that `test_transport.py` runs on every rank: ``transport_cases.py RANK SIZE FOLDER``."""
 
 # ruff: noqa: PT012 - what a call raises, it raises on its way out
 
@@ -49,9 +49,9 @@ class GroupRanks(conformance.Ranks):
 
 
 def all_gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * P
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * P
+    dist.all_gather_object(values, value)
+    return values
 
 
 def new_group(ranks: list[int] | None = None) -> Any:
@@ -71,24 +71,24 @@ def what_a_transport_says_of_itself() -> None:
 
 
 def links_are_measured_at_the_first_call() -> None:
-    """What "auto" makes of them depends on what else runs: it is the same on all ranks, and loses nothing."""
+    """The measurements vary. The choice of "auto" is the same on all ranks, and nothing is lost."""
     group, x, residual = new_group(), np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
     result = sc.sparse_allreduce(x, 3, comm=group, residual=residual)
-    found = all_gather((result.indices, result.values, residual, sc.explain(100, 3, comm=group).source))
-    total = sum(theirs[2] for theirs in found)
+    results = all_gather((result.indices, result.values, residual, sc.explain(100, 3, comm=group).source))
+    total = sum(other[2] for other in results)
     total[result.indices] += result.values
     assert np.array_equal(total, P * x)
-    for theirs in found:
-        assert np.array_equal(theirs[0], result.indices)
-        assert np.array_equal(theirs[1], result.values)
-        assert theirs[3] == found[0][3]
-        assert theirs[3].startswith("measured at set-up: ")
+    for other in results:
+        assert np.array_equal(other[0], result.indices)
+        assert np.array_equal(other[1], result.values)
+        assert other[3] == results[0][3]
+        assert other[3].startswith("measured at set-up: ")
 
 
 def works(comm: Any) -> None:
     result = sc.sparse_allreduce(np.arange(50, dtype=np.float32), 3, comm=comm, algorithm="butterfly")
     assert result.indices.tolist() == [47, 48, 49]
-    assert result.values.tolist() == [each * transport_of(comm).size for each in (47, 48, 49)]
+    assert result.values.tolist() == [value * transport_of(comm).size for value in (47, 48, 49)]
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -124,13 +124,13 @@ def _send_control_to_all_but(left_out: int, send: Any, to: int, kind: int, text:
 
 
 def ranks_that_leave_a_call_and_end_at_once() -> None:
-    """The last rank hears of the end before it looks for the reason, which rank 0 has not told it."""
+    """The last rank notices the end before it asks for the reason, which rank 0 has not sent."""
     last = P - 1
     for _ in range(5):
         transport = transport_of(new_group())
         works(transport)
         with soon(), pytest.raises(sc.CollectiveMismatchError, match="k = 1 here, k = 2 there"), call(transport):
-            dist.barrier()  # all have begun
+            dist.barrier()
             if RANK == 0:
                 if last > 1:
                     transport._send_control = partial(_send_control_to_all_but, last, transport._send_control)
@@ -145,11 +145,11 @@ def ranks_that_leave_a_call_and_end_at_once() -> None:
 
 
 def a_peer_that_sends_what_is_no_message() -> None:
-    """Each ends the transport, with an error that names the peer; a control message of unknown kind ends the call."""
+    """Invalid messages end the transport with an error that names the peer; unknown control messages end the call."""
     for kind, number, nbytes in [(300, 1, 0), (sc_control.WAITING, -5, 0), (sc_control.LEFT, 1, 2**17 + 1), (99, 1, 0)]:
         transport = transport_of(new_group())
         works(transport)
-        dist.barrier()  # what comes next must find nobody in that call
+        dist.barrier()  # all ranks must have left the call
         if RANK == ODD:
             for to in range(P):
                 if to != ODD:
@@ -162,7 +162,7 @@ def a_peer_that_sends_what_is_no_message() -> None:
 
 
 def the_timeout_is_that_of_the_group() -> None:
-    """At the first call and at later ones, also after it was changed; ``SPARSECOMM_TIMEOUT`` overrides it."""
+    """This holds for all calls, and after a change of the timeout. ``SPARSECOMM_TIMEOUT`` overrides it."""
 
     def alone(act: Callable[[], Any], seconds: float) -> None:
         if RANK == 0:
@@ -192,7 +192,7 @@ def the_timeout_is_that_of_the_group() -> None:
 
 
 def ranks_of_another_version() -> None:
-    """They are told so at the first call, which may then be made again."""
+    """The first call raises an error on all ranks, and may be repeated."""
     group = new_group()
     with pytest.MonkeyPatch.context() as patch:
         if RANK == ODD:
@@ -203,11 +203,11 @@ def ranks_of_another_version() -> None:
 
 
 def an_address_that_leads_nowhere() -> None:
-    """The rank that cannot connect says to where, and the one that waits for it for whom."""
+    """The rank that cannot connect names the address, and the rank that waits names its peer."""
     group, real = new_group(), joining._find_members
     with pytest.MonkeyPatch.context() as patch, setting("SPARSECOMM_TIMEOUT", 5):
         if RANK == P - 1:
-            patch.setattr(joining, "_find_members", lambda *given: [m._replace(port=1) for m in real(*given)])
+            patch.setattr(joining, "_find_members", lambda *arguments: [m._replace(port=1) for m in real(*arguments)])
             with soon(), pytest.raises(sc.TransportError, match=r"cannot connect to rank \d at 127.0.0.1, port 1: "):
                 transport_of(group)
         else:
@@ -216,9 +216,9 @@ def an_address_that_leads_nowhere() -> None:
 
 
 def many_groups() -> None:
-    """Their threads and descriptors end with them; so do those of gloo, which takes its time."""
+    """Destroyed groups leave no threads or descriptors. Gloo takes a while to free its own."""
     transport_of()
-    gc.collect()  # of what other cases have left
+    gc.collect()  # remains of other cases
     before = threads_of_connections(), len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         group = new_group()
@@ -234,7 +234,7 @@ def many_groups() -> None:
 def threads_of_connections() -> int:
     count = 0
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):
             count += (task / "comm").read_text() == "sparsecomm\n"
     return count
 
@@ -258,7 +258,7 @@ def a_forked_process() -> None:
 
 
 def a_group_is_destroyed_in_a_call() -> None:
-    """By another thread: the call, which waits for ranks that do not make it, ends."""
+    """Another thread destroys it. The call, which waits for absent ranks, ends."""
     for by_transport in (True, False):
         group = new_group()
         works(group)
@@ -291,8 +291,8 @@ def note_error(errors: list[str], comm: Any, residual: Any) -> None:
 
 
 def a_rank_ends_in_a_call() -> None:
-    """The others make their calls without it from now on."""
-    kept.append(new_group(SURVIVORS))
+    """The other ranks continue without it."""
+    survivors.append(new_group(SURVIVORS))
     works(transport_of())
     if RANK == ODD:
         until_awaited(transport_of())
@@ -302,7 +302,7 @@ def a_rank_ends_in_a_call() -> None:
 
 
 def a_rank_is_killed() -> None:
-    transport, victim = transport_of(kept[-1]), 1
+    transport, victim = transport_of(survivors[-1]), 1
     ring(transport, 100_000)
     works(transport)
     if transport.rank == victim:
@@ -313,21 +313,21 @@ def a_rank_is_killed() -> None:
         with soon(), pytest.raises(sc.RankFailedError, match=f"rank {victim} died"):
             sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=transport, algorithm=algorithm, residual=residual)
     with soon(), pytest.raises(sc.RankFailedError, match=f"rank {victim} died"), call(transport):
-        while True:  # who has heard of it from another rank may send before its own connection breaks
+        while True:  # a rank may hear of the end from another rank, and send before its own connection breaks
             transport.isend(noise(100, 0), victim).wait()
     assert residual.sum() == 50 * (1 + len(sc.algorithms()))  # nothing is lost
-    # One that has ended would be named instead, by those that still make calls.
+    # Ranks that still make calls would name a rank that has ended instead.
     store = dist.FileStore(str(FOLDER / "survivors"), transport.size - 1)
     store.add("here", 1)
     until(lambda: store.add("here", 0) == transport.size - 1)
 
 
 def ranks_end_one_after_another() -> None:
-    """And destroy nothing."""
+    """Ranks end in any order, without destroying their groups."""
     works(transport_of())
-    kept.append(transport_of(new_group()))
-    ring(kept[-1], 1_000_000)
-    time.sleep(0.4 * RANK)  # in any order they end well
+    survivors.append(transport_of(new_group()))
+    ring(survivors[-1], 1_000_000)
+    time.sleep(0.4 * RANK)
 
 
 def groups_are_destroyed_and_made_again() -> None:
@@ -346,14 +346,14 @@ def groups_are_destroyed_and_made_again() -> None:
 
 
 SURVIVORS = [rank for rank in range(P) if rank != ODD]
-kept: list[Any] = []
+survivors: list[Any] = []
 
 
 def start(store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(FOLDER / store), P), rank=RANK, world_size=P)
 
 
-# Starting a process takes seconds, so the ranks of one job make all cases, some of them in smaller groups.
+# Starting a process takes seconds, so one job runs all cases, some of them in smaller groups.
 CASES_OF_THIS = [
     what_a_transport_says_of_itself,
     links_are_measured_at_the_first_call,
@@ -371,7 +371,7 @@ CASES_OF_THIS = [
 ENDS = {
     2: [ranks_end_one_after_another],
     4: [a_rank_ends_in_a_call, a_rank_is_killed],
-}  # no rank waits for all after these
+}  # after these, no case waits for all ranks
 
 
 def main() -> None:
