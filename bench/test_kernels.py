@@ -227,6 +227,6 @@ def test_quantize_values(per_entry: Measure, k: int, kind: str) -> None:
     read, written = values.nbytes, 2 * values.nbytes
     args = values, KINDS[kind]
     quantize = CpuBackend().quantize_values
-    found, _, zeros = per_entry(quantize, *args, k=k, packed=packed.nbytes, read=read, written=written)
-    np.testing.assert_array_equal(found, expected.values)
+    quantized, _, zeros = per_entry(quantize, *args, k=k, packed=packed.nbytes, read=read, written=written)
+    np.testing.assert_array_equal(quantized, expected.values)
     assert zeros == 0

@@ -80,13 +80,15 @@ def double(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Add the other ranks' selections to each owner's gradient within its range; return the largest sums of each."""
     P, n = len(gradients), gradients[0].size
     owners = min(P, max(1, k // 16))
-    found = []
+    results = []
     for owner in range(owners):
         own = slice(n * owner // owners, n * (owner + 1) // owners)
         count = k * (owner + 1) // owners - k * owner // owners
         others = [top(v[own], count) for rank, v in enumerate(gradients) if rank != owner]
-        found.append(top(gradients[owner][own] + in_pairs(others, np.add) if others else gradients[owner][own], count))
-    return np.concatenate(found)
+        results.append(
+            top(gradients[owner][own] + in_pairs(others, np.add) if others else gradients[owner][own], count)
+        )
+    return np.concatenate(results)
 
 
 def tree(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
@@ -129,12 +131,12 @@ ORACLES: dict[str, Oracle] = {
 def _hierarchical(inner: str, gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return the result of the inner algorithm on the sums of all nodes."""
     every_node = [
-        [v for v, its in zip(gradients, node_of_rank, strict=True) if its == node]
+        [gradient for gradient, number in zip(gradients, node_of_rank, strict=True) if number == node]
         for node in dict.fromkeys(node_of_rank)
     ]
     if ALGORITHMS[inner].bounded_result:
-        sums = [tree(its, k, node_of_rank) for its in every_node]
+        sums = [tree(members, k, node_of_rank) for members in every_node]
     else:
-        sums = [allgather(its, k, node_of_rank) for its in every_node]
+        sums = [allgather(members, k, node_of_rank) for members in every_node]
         k = sums[0].size  # the inner algorithm selects nothing
     return ORACLES[inner](sums, k, range(len(sums)))
