@@ -13,12 +13,11 @@ from typing import Any
 from sparsecomm import backends
 from sparsecomm.backends import Backend, default_float_mode
 from sparsecomm.calls.arguments import chunks_of, count_of, label_of, name_rank, note_skipped
-from sparsecomm.calls.call import FAILED, NO_ENTRIES, Call
 from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.options import CallOptions, CallSettings
 from sparsecomm.calls.plan import Plan
-from sparsecomm.calls.queue import CallQueue, Handle, queue_of
+from sparsecomm.calls.queue import FAILED, NO_ENTRIES, Call, CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.options import Unpack, check_options, with_options

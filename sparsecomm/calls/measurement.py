@@ -7,10 +7,9 @@ others (one trip) or forwards them in log2 P trips. On one node, the costs are u
 
 from __future__ import annotations
 
-from sparsecomm.calls.call import NO_ENTRIES, Call
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.options import SumSettings
-from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, queue_of
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport

@@ -1,4 +1,4 @@
-"""`Plan`: the preparations that calls of one signature share. `Plans`: the plans of a communicator.
+"""`Plan`: the preparations that calls of one signature share.
 
 A plan corresponds to a persistent collective of MPI, but programs need not ask for it: the queue of a communicator
 stores the plans of the latest signatures, and each call looks its plan up.
@@ -6,14 +6,9 @@ stores the plans of the latest signatures, and each call looks its plan up.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import suppress
-
 from sparsecomm import config
-from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend
 from sparsecomm.calls.options import SumSettings
-from sparsecomm.checks import ARGUMENT_ERRORS
 from sparsecomm.contribution import Chunks
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import DType
@@ -23,8 +18,6 @@ from sparsecomm.tuning.choice import decide
 from sparsecomm.tuning.profile import KnownCosts
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, OPS, CallSignature, Messages
 from sparsecomm.wire.header import shape_checksum
-
-_MAX_PLANS = 1024  # per communicator: more than a model has tensors; each takes a few KB
 
 
 class Plan:
@@ -86,44 +79,3 @@ class Plan:
         )
         messages = Messages(call, transport.rank, accumulator, shape, backend)
         self.comm = Communicator(transport, backend, messages, best.wire, assumed)
-
-
-class Plans:
-    """The latest plans of a communicator, until a setting or the registry of algorithms changes.
-
-    A plan is a `Plan`, or for calls that gather words a `Communicator`. Keys that cannot be hashed or compared are not
-    stored: their arguments are checked again in every call. ``costs``: of the links as the ranks measured them.
-    """
-
-    def __init__(self) -> None:
-        self.costs: KnownCosts | None = None
-        self._plans: dict[Hashable, Plan | Communicator] = {}
-        self._valid_for: list[object] = []  # the number of algorithms, and settings
-        self.find(None)  # sets it
-
-    def find(self, key: Hashable) -> Plan | Communicator | None:
-        if (now := [len(ALGORITHMS), *map(config.variable, config.READ_BY_PLANS)]) != self._valid_for:
-            self._plans.clear()
-            self._valid_for = now
-        try:
-            return self._plans.get(key)
-        except ARGUMENT_ERRORS:
-            return None
-
-    def keep(self, key: Hashable, plan: Plan | Communicator) -> None:
-        """Store a plan. If there are too many, drop the oldest one."""
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.pop(next(iter(list(self._plans)), None), None)
-        with suppress(*ARGUMENT_ERRORS):
-            self._plans[key] = plan
-
-    def clear(self) -> None:
-        self._plans.clear()
-
-    def use_costs(self, costs: KnownCosts | None) -> None:
-        """Plan later calls with these measured costs, the same on all ranks; ``None``: measure them again.
-
-        All ranks measure again after a mismatch, since one rank may have measured while another one failed.
-        """
-        self.costs = costs
-        self.clear()

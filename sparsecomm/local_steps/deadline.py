@@ -9,8 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 from weakref import finalize, ref
 
-from sparsecomm.calls.call import NO_ENTRIES
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, queue_of
 from sparsecomm.errors import TransportError, log
 from sparsecomm.local_steps.exchange import words_gather
 from sparsecomm.signals import PollingLock

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from sparsecomm import transport
-from sparsecomm.calls.call import Task
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
+from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed, log
 from sparsecomm.options import Unpack, check_options, with_options

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from sparsecomm.calls.call import Task
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.queue import Handle
+from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.errors import listed
 from sparsecomm.reducer.bucket import GRADIENT, Addition, Bucket
 from sparsecomm.reducer.bucket_call import BucketCall

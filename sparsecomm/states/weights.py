@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm.calls.arguments import naming_rank
-from sparsecomm.calls.call import NO_ENTRIES
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, queue_of
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, listed
 from sparsecomm.primitives.communicator import ROUNDS, broadcast_words, gather_words

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.call import Call
 from sparsecomm.calls.label import Label, difference, pack
+from sparsecomm.calls.queue import Call
 from sparsecomm.states.loading import Prepared, load
 from sparsecomm.transport import simulated
 from sparsecomm.transport.base import MAX_CONTENTS_BYTES

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.calls import plan as module
+from sparsecomm.calls import queue as module
 from sparsecomm.calls.collectives import prepare
-from sparsecomm.calls.plan import Plan, Plans
-from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.plan import Plan
+from sparsecomm.calls.queue import Handle, Plans, queue_of
 from sparsecomm.transport import simulated
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
