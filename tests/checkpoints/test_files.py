@@ -244,6 +244,16 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     run(2, program)
 
 
+def test_a_damaged_state_is_not_saved(tmp_path: Path) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        state = sc.Reducer({"w": np.ones(20, np.float32)}, comm=transport).state_dict()
+        with pytest.raises(sc.InvalidInputError, match="step"):
+            sc.save(tmp_path, 1, {"state": {**state, "step": -1}}, comm=transport)
+        sc.save(tmp_path, 1, {"state": state}, comm=transport)
+
+    run(2, program)
+
+
 def test_torch_files_have_checksums_even_if_the_program_turned_them_off(tmp_path: Path) -> None:
     torch, module = pytest.importorskip("torch"), import_module("sparsecomm.torch")
     if not hasattr(torch.serialization, "set_crc32_options"):

@@ -195,7 +195,7 @@ def test_an_interrupted_download_continues_where_it_stopped(published: tuple[Pat
     size = next(published[0].glob("*.gz")).stat().st_size
     with server(nasty.handler) as url:
         assert Subscriber(np.zeros(3000), url).update() == 2
-    assert [asked for asked in nasty.requests if ".gz" in asked[0]][1][1] == f"bytes={size // 2}-"
+    assert [ranges for name, ranges in nasty.requests if ".gz" in name] == [None, f"bytes={size // 2}-"]
 
 
 def test_a_list_of_versions_is_never_a_mixture_of_two(tmp_path: Path, published: tuple[Path, list[np.ndarray]]) -> None:
