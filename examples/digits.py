@@ -89,14 +89,14 @@ def train(algorithm: str) -> tuple[float, list[int], list[float]]:
     return float((forward(weights, images[test])[1].argmax(1) == labels[test]).mean()), sent, losses
 
 
-found = {name: train(algorithm) for name, algorithm in RUNS.items()}
+results = {name: train(algorithm) for name, algorithm in RUNS.items()}
 if rank == 0:
     print(f"{ranks} rank(s), {sum(sizes):,} weights, 1 % of them in each step (by default, SparseAdamW selects 9 %)\n")
-    for name, (accuracy, sent, _) in found.items():
-        fraction = f"{sent[-1] / found['Dense'][1][-1]:.1%} of dense" if ranks > 1 else "try mpirun -n 4"
+    for name, (accuracy, sent, _) in results.items():
+        fraction = f"{sent[-1] / results['Dense'][1][-1]:.1%} of dense" if ranks > 1 else "try mpirun -n 4"
         print(f"{name:<8} test accuracy {accuracy:.1%}, sent per rank {sent[-1] / 1e6:.2f} MB ({fraction})")
     print(f"\nAll ranks hold the same weights, bit for bit. In your own program:\n\n{CALL}\n")
-    for name, (_, sent, losses) in found.items():
+    for name, (_, sent, losses) in results.items():
         count = min(MEAN_OF, len(losses))
         plt.plot(np.array(sent[count - 1 :]) / 1e6, np.convolve(losses, np.full(count, 1 / count), "valid"), label=name)
     plt.gca().set(xscale="log", yscale="log", xlabel="MB sent by rank 0", ylabel=f"loss, mean of {MEAN_OF} steps")

@@ -49,8 +49,8 @@ diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=arguments.sync_every, 
 # sparsecomm: every rank saves its own state, because ranks differ within a round. Another number of ranks begins with
 # the global parameters.
 objects = {"model": model, "inner": inner, "diloco": diloco}
-found = sparsecomm.torch.load(arguments.folder, objects)
-begin = found.step if found else 0
+checkpoint = sparsecomm.torch.load(arguments.folder, objects)
+begin = checkpoint.step if checkpoint else 0
 
 steps = 0
 for epoch in range(begin, arguments.epochs):

@@ -1,4 +1,4 @@
-"""A training that continues from checkpoints with fewer or more ranks: PyTorch under torchrun, without MPI.
+"""Training that continues from checkpoints with fewer or more ranks: PyTorch under torchrun, without MPI.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=localhost:29400 \\
@@ -50,9 +50,9 @@ else:
 # sparsecomm: every rank saves its own residuals and, with local steps, its own weights. The residuals of all old ranks
 # are distributed over the new ranks; their sum does not change.
 objects = {"model": model, "optimizer": optimizer} | ({"diloco": diloco} if diloco is not None else {})
-found = sparsecomm.torch.load(arguments.folder, objects)
-first = found.step if found else 0
-before = f"from a checkpoint of {found.ranks}" if found else "from the beginning"
+checkpoint = sparsecomm.torch.load(arguments.folder, objects)
+first = checkpoint.step if checkpoint else 0
+before = f"from a checkpoint of {checkpoint.ranks}" if checkpoint else "from the beginning"
 print(f"rank {rank} of {ranks}: step {first}, {before}, restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
 
 loss = torch.zeros(())

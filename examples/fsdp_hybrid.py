@@ -65,8 +65,8 @@ else:
 
 # sparsecomm: every rank saves its shards and residuals. A later run needs the same ranks and --replicas.
 objects = {"model": model, "optimizer": optimizer, "sparse": sparse}
-found = sparsecomm.torch.load(arguments.folder, objects)
-begin = found.step if found else 0
+checkpoint = sparsecomm.torch.load(arguments.folder, objects)
+begin = checkpoint.step if checkpoint else 0
 
 steps = 0
 for epoch in range(begin, arguments.epochs):

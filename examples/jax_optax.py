@@ -78,9 +78,9 @@ def main() -> None:
             jax.effects_barrier()  # before this thread uses the communicator
             with tempfile.TemporaryDirectory() as folder:
                 sc.save(folder, epoch, {"params": params, "state": state}, comm=comm)
-                found = sc.load(folder, {"params": None, "state": None}, comm=comm)
-            assert found is not None
-            leaves = jax.tree.leaves((found.values["params"], found.values["state"]))
+                checkpoint = sc.load(folder, {"params": None, "state": None}, comm=comm)
+            assert checkpoint is not None
+            leaves = jax.tree.leaves((checkpoint.values["params"], checkpoint.values["state"]))
             params, state = jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
 
     jax.effects_barrier()  # before this thread uses the communicator

@@ -93,7 +93,7 @@ for name, weight in trained.state_dict().items():
     assert np.array_equal(weight.view(torch.uint16).numpy(), late[name]), name
 print(f"Both receivers have the weights of step {step}, bit for bit")
 nbytes = sum(weight.nbytes for weight in late.values())
-changed = sum(each.changed for each in published) / len(published)
-patched = sum(each.patch_bytes for each in published) / len(published)
+changed = sum(version.changed for version in published) / len(published)
+patched = sum(version.patch_bytes for version in published) / len(published)
 print(f"model: {nbytes:,} bytes; patch: {patched:,.0f} bytes per step, 1/{nbytes / patched:.0f} of it")
 print(f"{changed / (nbytes / 2):.2%} of the weights change per step, in {8 * patched / changed:.2f} bits each")

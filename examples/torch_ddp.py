@@ -47,8 +47,8 @@ optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
 # sparsecomm: every rank saves its own residuals. A later run may have another number of ranks.
 objects = {"model": model, "optimizer": optimizer, "sparse": sparse}
-found = sparsecomm.torch.load(arguments.folder, objects)
-begin = found.step if found else 0
+checkpoint = sparsecomm.torch.load(arguments.folder, objects)
+begin = checkpoint.step if checkpoint else 0
 
 for epoch in range(begin, arguments.epochs):
     sampler.set_epoch(epoch)

@@ -44,8 +44,8 @@ optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_paramet
 
 # sparsecomm: the optimizer's state includes the rank's residuals, so every rank saves its own.
 objects = {"model": model, "optimizer": optimizer}
-found = sparsecomm.torch.load(arguments.folder, objects)
-begin = found.step if found else 0
+checkpoint = sparsecomm.torch.load(arguments.folder, objects)
+begin = checkpoint.step if checkpoint else 0
 
 for epoch in range(begin, arguments.epochs):
     order = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))]

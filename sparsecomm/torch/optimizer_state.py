@@ -28,8 +28,8 @@ def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 def snapshot(optimizer: torch.optim.Optimizer, *known: type) -> Callable[[], None]:
     """Return a function that restores the groups, the state and the attributes of an optimizer.
 
-    `torch.optim.Optimizer.load_state_dict`, and that of the ``known`` classes, replaces values without writing into
-    them, so references suffice. Any other class that overrides the method may write into tensors, so these are copied.
+    `torch.optim.Optimizer` and the ``known`` classes load a state by replacing values, so references to the old values
+    suffice. Another class may override ``load_state_dict`` and write into tensors, so its tensors are copied.
     """
     state = optimizer.state
     containers: list[Any] = [vars(optimizer), state, *optimizer.param_groups]

@@ -88,7 +88,7 @@ def whole(state: Any) -> Arrays:
 
 
 def steps(options: dict[str, Any], victim: int, failure: Failure) -> list[Any]:
-    """Make three steps, of which the second fails. Return each rank's errors, gradients, sums and residuals."""
+    """Make three steps; the second one fails. Return each rank's errors, gradients, sums and residuals."""
 
     def program(transport: SimulatedTransport) -> Any:
         settings = {"op": "sum", "bucket_bytes": 100, "dense_below": 10} | options

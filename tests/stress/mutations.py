@@ -74,7 +74,7 @@ def damaged_text(text: str, rng: np.random.Generator) -> str:
 
 
 class Failing(Mapping[Any, Any]):
-    """A mapping that reads items on access, one of which fails."""
+    """A mapping that reads an item when it is accessed, and fails to read one of them."""
 
     def __init__(self, of: Mapping[Any, Any], key: object, error: type[BaseException]) -> None:
         self._of, self._key, self._error = of, key, error

@@ -65,7 +65,7 @@ def test_collectives(
 
 
 class Occupied:
-    """A call that runs until it is told to end."""
+    """A call that runs until the test sets `end`."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
