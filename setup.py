@@ -109,8 +109,8 @@ def mpi_wrappers():
         return [shlex.split(wrapper) for wrapper in os.environ["MPICC"].split(os.pathsep) if wrapper.strip()]
     # Also search the interpreter's folder, because its environment may not be activated, as in an isolated build.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
-    found = [shutil.which(name, path=path) for name in ("mpicc", "mpicc_abi")]
-    return [[wrapper] for wrapper in found if wrapper is not None]
+    wrappers = [shutil.which(name, path=path) for name in ("mpicc", "mpicc_abi")]
+    return [[wrapper] for wrapper in wrappers if wrapper is not None]
 
 
 def split_command(shown):
@@ -155,7 +155,7 @@ def mpi_flags(wrapper):
 
 def mpi_extensions(source, flags_of_abi):
     """Return one extension module per ABI, compiled from the C file ``source``."""
-    found = []
+    extensions = []
     for abi, flags in flags_of_abi.items():
         extension = OF_ABI[abi]
         extension.sources = [shutil.copyfile(source, Path(source).with_name(f"_mpi_{abi}.c")).as_posix()]
@@ -163,8 +163,8 @@ def mpi_extensions(source, flags_of_abi):
         extension.define_macros += [(name, value or None) for name, _, value in (d.partition("=") for d in flags["-D"])]
         extension.library_dirs += flags["-L"]
         extension.libraries += flags["-l"]
-        found.append(extension)
-    return found
+        extensions.append(extension)
+    return extensions
 
 
 def compile_cached(compiler, source, *, extra_postargs, **options):

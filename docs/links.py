@@ -18,9 +18,9 @@ IMAGES = (".png", ".svg")
 
 def repository() -> str:
     """Return the address of the repository."""
-    found = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert found is not None
-    return found[1]
+    match = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert match is not None
+    return match[1]
 
 
 def absolute(markdown: str, page: Path, keep: Path | None = None) -> str:

@@ -66,10 +66,10 @@ def rows(section: str) -> list[list[str]]:
     """Return the rows of a section's table: each name, linked to its source, and the first sentence about it."""
     table = [["name", "what it is"]]
     for path in ENTRIES[section]:
-        found = _sources()[path.removeprefix("sparsecomm.")]
-        found = found.final_target if found.is_alias else found
-        sentence = re.split(r"(?<=\.)\s", " ".join(found.docstring.value.split("\n\n")[0].split()))[0]
-        source = os.path.relpath(found.filepath, ROOT / "docs" / "reference")
+        documented = _sources()[path.removeprefix("sparsecomm.")]
+        documented = documented.final_target if documented.is_alias else documented
+        sentence = re.split(r"(?<=\.)\s", " ".join(documented.docstring.value.split("\n\n")[0].split()))[0]
+        source = os.path.relpath(documented.filepath, ROOT / "docs" / "reference")
         table.append([f"[`{path.removeprefix('sparsecomm.').removeprefix('api.')}`]({source})", sentence])
     return [[cell.replace("``", "`").replace("|", "\\|") for cell in row] for row in table]
 

@@ -44,8 +44,8 @@ def _found(pkg: griffe.Module, expression: Any) -> Any:
     """Return the object that an expression names; ``None``: none of the package."""
     path = expression.canonical_path.removeprefix(f"{pkg.name}.")
     try:
-        found = pkg[path]
-        return found.final_target if found.is_alias else found
+        member = pkg[path]
+        return member.final_target if member.is_alias else member
     except KeyError:
         return None
 

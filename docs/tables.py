@@ -191,14 +191,16 @@ def utilisation_maps() -> str:
 def slow_links_losses() -> list[list[str]] | str:
     """Return the rows of the table of losses by H: of dense rounds, and of ours by algorithm, delay and alpha."""
     file = RESULTS / "slow-links.jsonl"
-    found: dict[str, dict[int, float]] = {}
+    losses_by_name: dict[str, dict[int, float]] = {}
     for entry in map(json.loads, file.read_text().splitlines() if file.exists() else []):
         s, name = entry["setting"], entry["setting"]["method"]
         name = name if name == "dense" else f"`{name}`"
         name += f", delay H/2, alpha {s['alpha']:g}" if s["delay"] else ""
-        found.setdefault(name, {})[s["sync_every"]] = entry["outcome"]["loss"]
-    every = sorted({H for losses in found.values() for H in losses})
-    rows = [[name, *(f"{its[H]:.3f}" if H in its else "-" for H in every)] for name, its in sorted(found.items())]
+        losses_by_name.setdefault(name, {})[s["sync_every"]] = entry["outcome"]["loss"]
+    every = sorted({H for losses in losses_by_name.values() for H in losses})
+    rows = [
+        [name, *(f"{its[H]:.3f}" if H in its else "-" for H in every)] for name, its in sorted(losses_by_name.items())
+    ]
     return [["exchange of pseudo-gradients", *(f"final loss, H = {H}" for H in every)], *rows] if rows else ""
 
 
@@ -234,19 +236,19 @@ def _adamw_runs() -> dict[tuple[str, float, int, str, str], tuple[float, dict[in
 def _adamw_rows(*, betas: bool) -> list[list[str]]:
     """Return rows of runs: with ``betas`` of dense and SparseAdamW; else of all ways, P = 8, beta2 = 0.95."""
     best = _adamw_runs()
-    dense = {key[:2] + key[4:]: found for key, (_, found) in best.items() if key[3] == "dense"}
+    dense = {key[:2] + key[4:]: outcomes for key, (_, outcomes) in best.items() if key[3] == "dense"}
     compared = {(model, beta2) for model, beta2, _, way, _ in best if way == "sparse_adamw"}
     rows = []
-    for (model, beta2, P, way, settings), (rate, found) in best.items():
+    for (model, beta2, P, way, settings), (rate, outcomes) in best.items():
         if betas and (way not in ("dense", "sparse_adamw") or "lion" in settings or (model, beta2) not in compared):
             continue
         if not betas and (model, beta2, P) != ("transformer", 0.95, 8):
             continue
-        losses = [outcome["loss"] for outcome in found.values()]
+        losses = [outcome["loss"] for outcome in outcomes.values()]
         spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
         theirs = dense[model, beta2, "optimizer=lion" if "optimizer=lion" in settings else ""]
-        above = np.mean([outcome["loss"] - theirs[seed]["loss"] for seed, outcome in found.items()])
-        outcome = next(iter(found.values()))
+        above = np.mean([outcome["loss"] - theirs[seed]["loss"] for seed, outcome in outcomes.items()])
+        outcome = next(iter(outcomes.values()))
         row = [f"`{way}`", settings, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
         row += [f"{above:+.3f}" if way != "dense" else "", number_text(outcome["bytes"]), f"{outcome['ring']:.0f}"]
         first = (model, f"{beta2:g}", str(P)) if betas else ()
@@ -272,14 +274,14 @@ def gpt2() -> list[list[str]]:
     head = ["steps", "beta2", "settings", "learning rate", "seeds", "loss on held-out text", "training loss"]
     rows = [[*head, "held-out loss above dense", "bytes of a dense ring / bytes of this method"]]
     for (steps, beta2, settings), by_rate in sorted(groups.items()):
-        for rate, found in sorted(by_rate.items()):
+        for rate, outcomes in sorted(by_rate.items()):
             theirs = groups[steps, beta2, ""].get(rate, {})
-            losses, training = ([o[name] for o in found.values()] for name in ("loss", "training_loss"))
-            above = [outcome["loss"] - theirs[seed]["loss"] for seed, outcome in found.items() if seed in theirs]
-            row = [str(steps), f"{beta2:g}", settings or "dense", f"{rate:g}", str(len(found))]
+            losses, training = ([o[name] for o in outcomes.values()] for name in ("loss", "training_loss"))
+            above = [outcome["loss"] - theirs[seed]["loss"] for seed, outcome in outcomes.items() if seed in theirs]
+            row = [str(steps), f"{beta2:g}", settings or "dense", f"{rate:g}", str(len(outcomes))]
             row += [f"{np.mean(losses):.3f}", f"{np.mean(training):.3f}"]
             row += [f"{np.mean(above):+.3f}" if settings and above else ""]
-            rows.append([*row, f"{4 / next(iter(found.values()))['bytes']:.0f}"])
+            rows.append([*row, f"{4 / next(iter(outcomes.values()))['bytes']:.0f}"])
     return rows
 
 

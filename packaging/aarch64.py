@@ -28,14 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", default=None, help="interpreters; by default one of each version found")
     parser.add_argument("--to", type=Path, default=wheels.ROOT / "dist", help="folder of the files (default: dist)")
-    given = parser.parse_args()
-    pythons = [wheels.environment(python) for python in given.pythons or wheels.found_pythons()]
-    given.to.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    pythons = [wheels.environment(python) for python in arguments.pythons or wheels.found_pythons()]
+    arguments.to.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
     wrappers = ":".join(str(wrapper) for name in wheels.MPIS for wrapper in mpi_wrappers(pythons[-1], name))
     archive = wheels.sdist(pythons[-1], WORK)
     for python in pythons:
-        print(wheels.wheel(python, archive, wrappers, given.to, compilers(python)), flush=True)
+        print(wheels.wheel(python, archive, wrappers, arguments.to, compilers(python)), flush=True)
 
 
 def compilers(python: Path) -> dict[str, str]:

@@ -41,12 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     host = wheels.environment(wheels.found_pythons()[0])
     wheels.mpi_wrappers()  # whose mpiexec start the ranks
     unpack_python()
     site = Path(shutil.rmtree(WORK / "site", ignore_errors=True) or WORK / "site")
-    install(host, site, *PYPI, given.wheel.resolve())
+    install(host, site, *PYPI, arguments.wheel.resolve())
     with tempfile.TemporaryDirectory() as folder:  # without the sources of the package, which would come first
         shutil.copytree(wheels.ROOT / "tests", Path(folder, "tests"))
         shutil.copy(wheels.ROOT / "pyproject.toml", folder)
@@ -54,7 +54,7 @@ def main() -> None:
         subprocess.run([*emulated(site), "-m", "pytest", "-q", *KERNELS, "-k", SELECT], cwd=folder, check=True)
         for name in wheels.MPIS:
             library = f"LD_LIBRARY_PATH={aarch64.mpi(host, name)}/lib"
-            mpiexec = [str(wheels.WORK / name / "bin" / "mpiexec"), "-n", str(given.ranks)]
+            mpiexec = [str(wheels.WORK / name / "bin" / "mpiexec"), "-n", str(arguments.ranks)]
             command = [*mpiexec, *emulated(site, library), "-m", "sparsecomm", "selftest"]
             subprocess.run(command, cwd=folder, env=os.environ | RANKS, check=True)
 

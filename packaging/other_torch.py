@@ -34,22 +34,22 @@ def main() -> None:
         action="store_true",
         help=f"where the version cannot be installed in {SECONDS} s, say so, and succeed",
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     began = time.monotonic()
     try:
-        python = environment(given.version)
+        python = environment(arguments.version)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"PyTorch {given.version} was NOT tested: it could not be installed ({error})", flush=True)
-        raise SystemExit(0 if given.if_installable else 1) from None
-    print(f"PyTorch {given.version} in {python.parents[1]}, after {time.monotonic() - began:.0f} s", flush=True)
-    report = ROOT / "build" / f"torch-{given.version}.xml"
+        print(f"PyTorch {arguments.version} was NOT tested: it could not be installed ({error})", flush=True)
+        raise SystemExit(0 if arguments.if_installable else 1) from None
+    print(f"PyTorch {arguments.version} in {python.parents[1]}, after {time.monotonic() - began:.0f} s", flush=True)
+    report = ROOT / "build" / f"torch-{arguments.version}.xml"
     command = ["-m", "pytest", "-n", "2", "--dist", "loadfile", *TESTS]
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     # Bytecode is kept, whatever the shell says: tests start many processes, which import PyTorch.
     variables = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     ran = subprocess.run([python, *command, "-q", "--durations=5", f"--junit-xml={report}"], cwd=ROOT, env=variables)
-    if ran.returncode == 0 and given.write:
-        write(given.version, " ".join(["python", *command]), python, report)
+    if ran.returncode == 0 and arguments.write:
+        write(arguments.version, " ".join(["python", *command]), python, report)
     raise SystemExit(ran.returncode)
 
 
@@ -71,7 +71,7 @@ def write(version: str, command: str, python: Path, report: Path) -> None:
     said = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
     (suite,) = ElementTree.parse(report).getroot()
     tests, skipped = (int(suite.get(name, 0)) for name in ("tests", "skipped"))
-    reasons = sorted({each.get("message", "") for each in suite.iter("skipped")})
+    reasons = sorted({case.get("message", "") for case in suite.iter("skipped")})
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[version] = {
         "command": command,

@@ -37,27 +37,27 @@ def main() -> None:
         help="compile with zig, for systems from this version on (2.17 and later); by default with this system's"
         " compiler, for systems as new as this one",
     )
-    given = parser.parse_args()
-    pythons = given.pythons or found_pythons()
-    given.to.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    pythons = arguments.pythons or found_pythons()
+    arguments.to.mkdir(parents=True, exist_ok=True)
     wrappers = mpi_wrappers()
-    archive = sdist(environment(pythons[-1]), given.to)
+    archive = sdist(environment(pythons[-1]), arguments.to)
     for python in pythons:
         python = environment(python)
-        compilers = of_zig(python, given.glibc) if given.glibc else None
-        print(wheel(python, archive, wrappers, given.to, compilers), flush=True)
+        compilers = of_zig(python, arguments.glibc) if arguments.glibc else None
+        print(wheel(python, archive, wrappers, arguments.to, compilers), flush=True)
 
 
 def found_pythons() -> list[str]:
     """Return one interpreter of each version there is, of PATH or of pyenv."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found: dict[str, str] = {}
+    python_of_version: dict[str, str] = {}
     for minor in MINORS:
         beside = [str(path) for path in sorted(versions.glob(f"3.{minor.rstrip('t')}.*/bin/python"))]
         for python in filter(None, [shutil.which(f"python3.{minor}"), *beside]):
             if minor_of(python) == minor:
-                found[minor] = python
-    return list(found.values()) or [sys.executable]
+                python_of_version[minor] = python
+    return list(python_of_version.values()) or [sys.executable]
 
 
 def minor_of(python: str) -> str | None:
@@ -87,13 +87,13 @@ def of_zig(python: Path, glibc: str) -> dict[str, str]:
 
 def mpi_wrappers() -> str:
     """Return the MPI compiler wrappers, as setup.py takes them."""
-    found = []
+    paths = []
     for name, wrappers in MPIS.items():
         prefix = WORK / name
         if not (prefix / "bin" / wrappers[-1]).exists():
             run(*INSTALL, "--no-deps", "--prefix", prefix, "--python", sys.executable, name)
-        found += [str(prefix / "bin" / wrapper) for wrapper in wrappers]
-    return os.pathsep.join(found)
+        paths += [str(prefix / "bin" / wrapper) for wrapper in wrappers]
+    return os.pathsep.join(paths)
 
 
 def sdist(python: Path, to: Path) -> Path:

@@ -43,13 +43,13 @@ def selection_on_a_gpu() -> str:
 
 def bits_per_change() -> str:
     """Draw the bits of a changed weight: `python -m bench.patches trained`."""
-    found = next(r for r in _read("patches")["trained"]["rows"] if (r["rate"], r["steps"]) == (1e-6, 1))
+    row = next(r for r in _read("patches")["trained"]["rows"] if (r["rate"], r["steps"]) == (1e-6, 1))
     rows = [
-        ("index and value", found["pairs"], "part"),
-        ("index differences, zstd", found["grail"], "part"),
-        ("patch", found["patch"], "whole"),
+        ("index and value", row["pairs"], "part"),
+        ("index differences, zstd", row["grail"], "part"),
+        ("patch", row["patch"], "whole"),
     ]
-    return _bars(f"Bits per changed bfloat16 weight; {found['changed']:.1%} change", rows, "bits")
+    return _bars(f"Bits per changed bfloat16 weight; {row['changed']:.1%} change", rows, "bits")
 
 
 def _read(name: str) -> dict[str, Any]:

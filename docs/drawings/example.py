@@ -50,16 +50,16 @@ class Example:
 
 def worked_example() -> Example:
     """Make the call, and return what happened in it."""
-    found = trace(list(GRADIENTS), K, "tree")
+    recorded = trace(list(GRADIENTS), K, "tree")
     selected = [sc.topk(x, K) for x in GRADIENTS]
     merges, held, n = [], list(selected), GRADIENTS.shape[1]
-    for message in found.messages[: len(GRADIENTS) - 1]:  # on the way to rank 0
+    for message in recorded.messages[: len(GRADIENTS) - 1]:  # on the way to rank 0
         mine = held[message.receiver]
         total = sc.merge_topk(mine, sc.SparseVector(message.indices, message.values, size=n), n)
         held[message.receiver] = kept = sc.merge_topk(total, sc.SparseVector([], np.zeros(0, np.float32), size=n), K)
         rejected = sc.topk(total.to_dense() - kept.to_dense(), n)
         merges.append(Merge(message.receiver, message.sender, total, kept, rejected))
-    return Example(selected, merges, found)
+    return Example(selected, merges, recorded)
 
 
 def draw() -> str:

@@ -66,74 +66,76 @@ def ranges(trace: Trace) -> list[Holdings]:
 
 def butterfly() -> str:
     """Draw recursive doubling on a power of two."""
-    found = trace(apart(8), _K, "butterfly")
+    recorded = trace(apart(8), _K, "butterfly")
     steps = [(1, f"step {j}: exchange with rank XOR {1 << j}, add, keep k") for j in range(3)]
-    return timeline(found, "butterfly on 8 ranks", steps, whole(found))
+    return timeline(recorded, "butterfly on 8 ranks", steps, whole(recorded))
 
 
 def butterfly_fold() -> str:
     """Draw recursive doubling with a fold."""
-    found = trace(apart(7), _K, "butterfly", delays=[0, 0, 0, 0, 0, 0, 1])
+    recorded = trace(apart(7), _K, "butterfly", delays=[0, 0, 0, 0, 0, 0, 1])
     steps = [(1, "fold: 3 pairs"), (1, "step 0"), (1, "step 1"), (1, "unfold: send the result")]
-    return timeline(found, "butterfly on 7 ranks", steps, whole(found))
+    return timeline(recorded, "butterfly on 7 ranks", steps, whole(recorded))
 
 
 def tree() -> str:
     """Draw the tree of the paper."""
-    found = trace(apart(8), _K, "tree")
+    recorded = trace(apart(8), _K, "tree")
     up = [(1, f"step {j}: add in pairs, keep k") for j in range(3)]
-    return timeline(found, "tree on 8 ranks", [*up, *((1, f"broadcast, step {j}") for j in range(3))], whole(found))
+    return timeline(
+        recorded, "tree on 8 ranks", [*up, *((1, f"broadcast, step {j}") for j in range(3))], whole(recorded)
+    )
 
 
 def split() -> str:
     """Draw the exact global top-k."""
     with mock.patch.object(Communicator, "is_latency_bound", return_value=False):  # as of many entries
-        found = trace(apart(4), _K, "split")
+        recorded = trace(apart(4), _K, "split")
     phases = [(1, "scatter: entries to owners"), (1, "first call: some magnitudes"), (1, "gather: largest sums to all")]
-    return timeline(found, "split on 4 ranks", phases, ranges(found))
+    return timeline(recorded, "split on 4 ranks", phases, ranges(recorded))
 
 
 def double() -> str:
     """Draw the sums of ranges that their owners keep in part."""
-    found = trace(apart(4), _K, "double")
+    recorded = trace(apart(4), _K, "double")
     phases = [(1, "scatter: largest entries to owners"), (1, "gather: largest sums to all")]
-    return timeline(found, "double on 4 ranks", phases, ranges(found))
+    return timeline(recorded, "double on 4 ranks", phases, ranges(recorded))
 
 
 def dense() -> str:
     """Draw the sum of segments."""
     with mock.patch.object(Communicator, "is_latency_bound", return_value=False):  # as of long gradients
-        found = trace(coded(4), 1, "dense")
+        recorded = trace(coded(4), 1, "dense")
     phases = [(1, "scatter: segments to owners"), (1, "gather: sums to all")]
-    return timeline(found, "dense on 4 ranks", phases, segments(found))
+    return timeline(recorded, "dense on 4 ranks", phases, segments(recorded))
 
 
 def allgather() -> str:
     """Draw the gather of all ranks' entries."""
-    found = trace(apart(4), _K, "allgather")
-    return timeline(found, "allgather on 4 ranks", [(1, "gather: entries to all")], gathered(found))
+    recorded = trace(apart(4), _K, "allgather")
+    return timeline(recorded, "allgather on 4 ranks", [(1, "gather: entries to all")], gathered(recorded))
 
 
 def ssar_recursive_doubling() -> str:
     """Draw SparCML's sum by recursive doubling."""
-    found = trace(apart(8), _K, "ssar_recursive_doubling")
+    recorded = trace(apart(8), _K, "ssar_recursive_doubling")
     steps = [(1, f"step {j}: exchange with rank XOR {1 << j}, add") for j in range(3)]
-    return timeline(found, "ssar_recursive_doubling on 8 ranks", steps, whole(found))
+    return timeline(recorded, "ssar_recursive_doubling on 8 ranks", steps, whole(recorded))
 
 
 def ssar_split_allgather() -> str:
     """Draw SparCML's sum by ranges."""
-    found = trace(apart(4), _K, "ssar_split_allgather")
+    recorded = trace(apart(4), _K, "ssar_split_allgather")
     phases = [(1, "scatter: entries to owners"), (1, "gather: all sums to all")]
-    return timeline(found, "ssar_split_allgather on 4 ranks", phases, ranges(found))
+    return timeline(recorded, "ssar_split_allgather on 4 ranks", phases, ranges(recorded))
 
 
 def hierarchical() -> str:
     """Draw a butterfly between nodes."""
-    found = trace(apart(8), _K, "hierarchical:butterfly", nodes=[0, 0, 1, 1, 2, 2, 3, 3])
+    recorded = trace(apart(8), _K, "hierarchical:butterfly", nodes=[0, 0, 1, 1, 2, 2, 3, 3])
     phases = [(1, "inside nodes: tree"), *((1, f"between nodes: butterfly, step {j}") for j in range(2))]
     phases += [(1, "inside nodes: broadcast")]
-    return timeline(found, "hierarchical:butterfly on 4 nodes of 2 ranks", phases, whole(found))
+    return timeline(recorded, "hierarchical:butterfly on 4 nodes of 2 ranks", phases, whole(recorded))
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -89,7 +89,7 @@ def trace(
         delays: for each rank, the steps by which it begins late, so that its messages are drawn beside the others'.
     """
     size, residuals = len(gradients), [np.zeros_like(x) for x in gradients]
-    found = Trace(size, gradients[0].size, k, nodes or range(size), residuals=residuals)
+    recorded = Trace(size, gradients[0].size, k, nodes or range(size), residuals=residuals)
     under_way: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
 
     with _contents() as contents_of:
@@ -108,7 +108,7 @@ def trace(
             def traced_receive(source: int, *args: Any) -> Any:
                 data = receive(source, *args)
                 message = under_way[source, rank].popleft()
-                found.messages.append(replace(message, received=round(transport.seconds)))
+                recorded.messages.append(replace(message, received=round(transport.seconds)))
                 return data
 
             vars(transport).update(isend=traced_isend, receive=traced_receive)
@@ -124,9 +124,9 @@ def trace(
 
         with mock.patch.dict(os.environ, SPARSECOMM_PROFILE="none"):  # so that no links are measured
             results = simulated.run(size, program, alpha=1.0, node_of_rank=nodes, delays=delays)
-    found.messages.sort(key=lambda message: (message.sent, message.sender, message.receiver))
-    found.results.extend(result.value for result in results if result.value is not None)
-    return found
+    recorded.messages.sort(key=lambda message: (message.sent, message.sender, message.receiver))
+    recorded.results.extend(result.value for result in results if result.value is not None)
+    return recorded
 
 
 @contextmanager
