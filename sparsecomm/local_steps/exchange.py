@@ -216,8 +216,8 @@ class GlobalParameters:
         bad, indices = dict[str, Array](), dict[str, Array]()
         for name in self.on_streams(means):
             parameter, mean, limit = self._arrays[name], means[name], self._limits[name]
-            bound = min(limit, float(np.finfo(parameter.dtype).max)) * (1 - 1e-6)  # sums are rounded
-            if not parameter.size or (name in maxima and maxima[name] + largest < bound):
+            far = min(limit, float(np.finfo(parameter.dtype).max)) / 2  # no rounding reaches the limit from here
+            if not parameter.size or (name in maxima and maxima[name] + largest < far):
                 continue
             if outer is not None:
                 after = outer.preview(name, parameter, self.dense(name, mean))

@@ -171,9 +171,9 @@ def test_auto_takes_the_first(nodes: list[int], density: float) -> None:
 
 @pytest.mark.parametrize("P", [1, 2, 4, 8, 64])
 def test_a_bucket_grows_with_latency_and_shrinks_with_work(P: int) -> None:
-    def bucket(alpha: float, select: float = 0.3e-9, on_gpu: bool = False) -> int:
+    def bucket(alpha: float, select: float = 0.3e-9, density: float = 0.001, on_gpu: bool = False) -> int:
         costs = replace(profile.DEFAULT, link=Link(alpha, 8e-9), select=select)
-        return choice.bucket_bytes(P, P, 0.001, costs, on_gpu=on_gpu)
+        return choice.bucket_bytes(P, P, density, costs, on_gpu=on_gpu)
 
     sizes = [bucket(alpha) for alpha in (0.0, 1e-5, 1e-4, 1e-3, 1e-1)]
     assert sizes == sorted(sizes)
@@ -182,3 +182,4 @@ def test_a_bucket_grows_with_latency_and_shrinks_with_work(P: int) -> None:
     if P > 1:
         assert sizes[0] < sizes[-1] == 1 << 30
         assert bucket(1e-3, select=3e-8) < bucket(1e-3)
+        assert bucket(1e-3, density=0.1) < bucket(1e-3)  # more entries: the latency is a smaller part
