@@ -122,6 +122,24 @@ def test_those_who_did_not_come_are_named(P: int, missing: list[int], who: str) 
     assert check(attempts(store, [0.0] * P, 60))
 
 
+def test_a_rank_that_gives_up_meets_one_that_came_just_before() -> None:
+    """The other rank has read a complete log, so this one must not raise."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.store = dist.HashStore()
+
+        def append(self, key: str, value: str) -> None:
+            if value.startswith("-"):
+                self.store.append(key, "+ 1 other here\n")
+            self.store.append(key, value)
+
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            return bytes(self.store.compare_set(key, expected, desired))
+
+    assert rendezvous(Slow(), 0, 2, 0.01, "this", "here") == ["here"] * 2
+
+
 def test_the_last_rank_to_come_waits_for_one_answer_of_the_store() -> None:
     """Appending needs no answer."""
 
