@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from math import ceil, isqrt, sqrt
+from math import ceil, isqrt
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -108,7 +108,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     for round_no in count(_GATHER):
         dropped, own_mark = Dropped(), 0 if bounds is None else bounds.mark(comm.number)
         if bounds is None:
-            numbers = _quantile_numbers(sums.nnz, num_winners, comm.size)
+            numbers = _quantile_numbers(sums.nnz)
             own: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, numbers))
         else:
             own = _candidates(comm, dropped, sums, counts, bounds, load)
@@ -218,18 +218,14 @@ def _margin(num_winners: int) -> int:
     return num_winners // 64 + 3 * isqrt(num_winners)
 
 
-def _quantile_numbers(nnz: int, num_winners: int, size: int) -> list[int]:
-    """Return the numbers n, from 1, of the n-th largest sums whose keys an owner of ``nnz`` sums sends.
-
-    Numbers grow by a ratio that balances the bytes of these keys and of the sums that are sent beyond ``num_winners``.
-    """
+def _quantile_numbers(nnz: int) -> list[int]:
+    """Return the numbers n, from 1, of the n-th largest sums whose keys an owner of ``nnz`` sums sends."""
     if not nnz:
         return []
-    ratio = 1 + min(0.5, max(1 / 64, sqrt(2 * size / num_winners)))
     numbers, number = [], 1
     while number < nnz:
         numbers.append(number)
-        number = max(number + 1, int(ratio * number))
+        number = max(number + 1, number * 9 // 8)  # few keys, and few sums that are sent beyond the winners
     return [*numbers, nnz]
 
 
@@ -241,7 +237,7 @@ def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], 
     steps, total = [], 0  # key, additional sums that certainly reach it, and additional sums that may reach it
     for owner, (_, (_, *quantiles)) in enumerate(parcels):
         nnz, *keys = quantiles or (comm.num_elements + 1,)
-        numbers = _quantile_numbers(min(nnz, comm.num_elements), num_winners, comm.size)
+        numbers = _quantile_numbers(min(nnz, comm.num_elements))
         if nnz > comm.num_elements or len(keys) != len(numbers):
             raise comm.broken(owner, f"{len(keys)} keys of {nnz} sums")
         check_keys(comm, owner, keys, sums)

@@ -201,7 +201,7 @@ def _round_seconds(total: int, seconds: Sequence[float]) -> float:
     That number may differ from ``total`` by less than the number of ranks. The closest one decides ties.
     """
     rate, slack = sum(1 / t for t in seconds), len(seconds)
-    first, last = max(1, total - slack + 1) / rate, (total + 2 * slack) / rate
+    first, last = max(1, total - slack) / rate, (total + 2 * slack) / rate
     rated = []  # how good each duration is, with the duration
     for end in {n * t for t in seconds for n in range(math.ceil(first / t / _ROUNDING), int(last / t) + 1)}:
         steps = [_steps_in(end, t) for t in seconds]
