@@ -519,14 +519,14 @@ class FragmentExchange:
         trained = shared.trained(names, parameters)
         for name in names:
             with shared.on_stream(name, parameters[name]) as local:
-                if local.size and name in trained:
+                if name in trained:
                     residual = self._reducer.residual(name).reshape(-1)
                     decay = residual.dtype.type(self._rules.decay)  # by which the next exchange multiplies
                     unsent = shared.difference(name, local) / decay
                     if np.isfinite(unsent).all():
                         residual += unsent
                         shared.unsent.add(name)
-                self._was_trained[name] = local.size > 0 and name in trained
+                self._was_trained[name] = name in trained
 
     def _step_outer(self, names: list[str], parameters: Mapping[str, object]) -> None:
         """Update global parameters by the means."""
