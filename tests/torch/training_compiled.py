@@ -1,4 +1,4 @@
-"""Cases, on every rank, of PyTorch's features for models and optimizers, as in the table in docs/guides/frameworks.md:
+"""Cases, on every rank, of PyTorch's features for models and optimizers, as in the table in docs/guides/pytorch.md:
 `torch.compile`, activation checkpointing, static graphs, narrow gradients, fused and foreach optimizers.
 """
 
