@@ -37,7 +37,7 @@ _TRAIN = 6_144  # bytes of a message that still fits into the ten packets that T
 _TRIPS, _BURST = 5, 8  # round trips timed between near ranks, and messages sent at once
 _LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # approximate seconds of a long message, and its bytes
 _MAX_TRIPS, _MAX_TURNS = 200, 15  # with a time budget; 15 turns are all pairs of 16 ranks
-_MIN_STREAM, _MAX_STREAM = 1 << 16, 1 << 24  # bytes of a message
+_STREAMS = 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24  # bytes of a message
 _STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
 _MIN = 1e-7, 1e-11, 1e-8  # alpha, beta and gap: the smallest measurable values
 _ZERO = 1 << 62  # the word for 0 seconds; times between two clocks may be negative
@@ -118,13 +118,12 @@ class Probe:
         fastest = {(a, b): at_b[1] for (a, b), (_, at_b) in times.items()}
         fastest |= {(b, a): at_a[1] for (a, b), (at_a, _) in times.items()}
         (bursts,) = self._timed((turns, self._burst))
-        alpha, nbytes, took = trips[farthest], _MIN_STREAM, 0.0
-        while True:
+        alpha, nbytes, took = trips[farthest], 0, 0.0
+        for nbytes in _STREAMS:
             (times,) = self._timed((turns, partial(self._stream, nbytes, 1)))
             took = _slowest(times, 2, fmean)
-            if took > seconds / 4 or nbytes >= _MAX_STREAM:
+            if took > seconds / 4:
                 break
-            nbytes = min(_MAX_STREAM, int(nbytes * min(16.0, max(2.0, seconds / 2 / max(took, 1e-6))))) // 4 * 4
         count = max(1, math.ceil(seconds / 2 / max(took, 1e-6)))
         (times,) = self._timed((turns, partial(self._stream, nbytes, min(count, _MAX_TRIPS))))
         gap = median(min(a[2], b[2]) for a, b in bursts.values()) / (_BURST - 1)

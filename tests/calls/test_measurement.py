@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
@@ -18,6 +19,7 @@ from sparsecomm.calls.measurement import costs_for_steps, costs_of, measured_lin
 from sparsecomm.calls.queue import Handle
 from sparsecomm.local_steps.defaults import auto_algorithm
 from sparsecomm.transport import simulated
+from sparsecomm.transport.base import HOST
 from sparsecomm.tuning import clocks, profile
 from sparsecomm.tuning.profile import KnownCosts
 from tests.ranks import run
@@ -90,8 +92,9 @@ def test_measured_links_match_the_network(nodes: list[int], alpha: float, rate: 
     assert ("between nodes" in known.source, "inside" in known.source) == (several, shared)
 
 
-@settings(max_examples=5, phases=[Phase.generate])
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @networks(7)
+@example([0, 1], 1e-5, 1e10, Random(1))
 def test_a_time_budget_makes_the_measurement_more_precise(
     nodes: list[int], alpha: float, rate: float, random: Any
 ) -> None:
@@ -108,6 +111,22 @@ def test_a_time_budget_makes_the_measurement_more_precise(
     for rank, offset in clocks.offsets(range(len(nodes)), links.fastest).items():
         assert offset.seconds == pytest.approx(ahead[rank] - ahead[0], abs=offset.bound + 1e-6)
         assert offset.bound <= 4 * (alpha + 200 * 8 / rate)
+
+
+def test_the_room_for_a_long_message_is_known_when_its_receive_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over MPI, a message without room waits until it has been probed."""
+    receive, rooms = simulated.SimulatedTransport.receive, []
+
+    def recorded(transport: Any, source: int, memory: Any = HOST, expected: int = 0) -> Any:
+        message = receive(transport, source, memory, expected)
+        if len(message) > 10_000:
+            rooms.append((expected, len(message)))
+        return message
+
+    monkeypatch.setattr(simulated.SimulatedTransport, "receive", recorded)
+    run(2, costs_of, [0, 1], alpha=1e-5, beta=1e-9)
+    assert len(rooms) >= 2
+    assert all(expected == length for expected, length in rooms)
 
 
 @pytest.mark.parametrize("P", [2, 3, 4, 8, 16, 64])
