@@ -119,6 +119,15 @@ def test_some_way_is_always_found(
     assert [c.seconds for c in candidates] == sorted(c.seconds for c in candidates)
 
 
+def test_split_also_sends_keys_of_means_and_of_rounded_sums() -> None:
+    def seconds(wire: str, contributors: bool) -> float:
+        query = choice.CostQuery(8, 8, 10**6, 1000, 4, "split", wire, contributors)
+        return choice.decide(query, replace(profile.DEFAULT, link=Link(0.0, 1e-8))).seconds
+
+    assert seconds("plain", contributors=True) > seconds("plain", contributors=False)
+    assert seconds("packed_int2", contributors=True) == seconds("packed_int2", contributors=False)
+
+
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
