@@ -451,8 +451,8 @@ class FragmentExchange:
 
     def end_comparison(self) -> None:
         """Wait until the words have been gathered; then no call is in flight."""
-        if self._comparison is not None and (error := error_of(self._comparison)) is not None:
-            log.debug("rank %s: %s", self._transport.rank, error)
+        if self._comparison is not None:
+            error_of(self._comparison)
 
     def _compare(self) -> BaseException | None:
         """Wait for the words. Return an error if they differ between ranks, or were not gathered."""

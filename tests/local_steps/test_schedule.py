@@ -87,6 +87,8 @@ def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, secon
         assert 0 in min(ways, key=waits) or waits(pace.steps) <= best + 0.03
     else:
         assert waits(within) == pytest.approx(best, abs=1e-6)
+        closest = min(abs(sum(way) - total) for way in ways if waits(way) < best + 1e-9)
+        assert abs(sum(within) - total) == closest
         assert pace.steps == tuple(max(1, n) for n in within)
 
 
