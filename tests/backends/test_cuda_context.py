@@ -72,27 +72,6 @@ def test_two_threads_select_at_once(runtime: Alternating, stream: int) -> None:
     by_two(program)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
-    """The second thread calls the same backend while the first thread's kernels have not run yet."""
-    runtime = DeferredRuntime(seed=seed)
-    backend = CudaBackend(runtime, radix_max_size=50, spare_candidates=2000)
-    results: dict[int, Any] = {}
-
-    def program(number: int) -> None:
-        runtime.make_current(PER_THREAD)
-        x = interop.tensor(runtime.put(gradient(number, seed)), "x", stream=PER_THREAD)
-        results[number] = backend.topk(x, K, None), x
-
-    threads = [threading.Thread(target=program, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-        thread.join()
-    runtime.streams.run_all()
-    for number, (entries, _) in results.items():
-        np.testing.assert_array_equal(np.array(entries.indices), reference.topk(gradient(number, seed), K)[0])
-
-
 @pytest.mark.parametrize("in_thread", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_host_reads_on_the_right_device_after_the_work(seed: int, in_thread: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -28,23 +26,6 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CHUNK", 1000)
 
 
-def test_memory_in_use_at_exit_causes_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At exit, Python may have set module globals to None, and CUDA may be gone."""
-
-    class Gone:
-        def wait(self) -> None:
-            raise RuntimeError("CUDA is gone")
-
-    complaints: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
-    in_use = memory.MemoryInUse()
-    in_use.keep(np.empty(1, np.uint8), Gone())
-    for name in [name for name in vars(memory) if not name.startswith("__")]:
-        monkeypatch.setattr(memory, name, None)
-    del in_use
-    assert not complaints
-
-
 @pytest.mark.parametrize("above", [False, True])
 def test_a_call_after_one_that_failed_before_it_sent(device: Emulated, chunks: None, above: bool) -> None:
     """The copy of the failed call, at a lower or a higher address, is not mistaken for the copy of the new message."""
@@ -56,17 +37,6 @@ def test_a_call_after_one_that_failed_before_it_sent(device: Emulated, chunks: N
     for nbytes in (1500, N):
         owner.ready(message, nbytes)
         np.testing.assert_array_equal(message[:nbytes], numbers(2)[:nbytes])
-
-
-def test_memory_is_kept_when_its_owner_is_gone(device: Emulated) -> None:
-    """As when a communicator is freed or a thread ends while a message is copied."""
-    owner = device.backend.memory(direct=False)
-    message = owner.empty(N)
-    message[:] = numbers(1)
-    got = owner.get(message, np.uint8)
-    del owner, message, device.backend
-    device.runtime.pinned(N)[:] = 0
-    np.testing.assert_array_equal(got.get(), numbers(1))
 
 
 def test_messages_that_come_in_pieces_by_turns(device: Emulated) -> None:

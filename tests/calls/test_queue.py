@@ -145,42 +145,6 @@ def test_an_error_is_raised_by_every_wait_and_later_calls_are_made(queue_: CallQ
     assert log == ["wrong", "right"]
 
 
-@pytest.mark.parametrize("error", [sc.TransportError, sc.TimeoutError, sc.RankFailedError])
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_transport_error_leaves_queued_calls_and_later_calls_are_made(
-    queue_: CallQueue, error: type[Exception], blocking: bool
-) -> None:
-    log: list[Any] = []
-    gate = threading.Event()
-    wrong = Call(log, "wrong", error=error("rank 2 is gone"), gate=gate)
-
-    def call() -> None:
-        with pytest.raises(error, match="rank 2 is gone"):
-            queue_.call(wrong)
-
-    if blocking:
-        thread = threading.Thread(target=call)
-        thread.start()
-        while not queue_._calling.locked():
-            time.sleep(1e-4)
-    else:
-        first = queue_.submit(wrong)
-    left = [queue_.submit(Call(log, i)) for i in range(3)]
-    gate.set()
-    if blocking:
-        thread.join(SECONDS)
-    else:
-        with pytest.raises(error, match="rank 2 is gone"):
-            first.wait(SECONDS)
-    for handle in left:
-        with pytest.raises(sc.TransportError, match=r"rank 3 did not make this call, .* rank 2 is gone"):
-            handle.wait(SECONDS)
-    assert [entry[:2] for entry in log[1:]] == [("left", 0), ("left", 1), ("left", 2)]
-    assert queue_.call(Call(log, "later")).nnz == 1
-    assert queue_.submit(Call(log, "latest")).wait(SECONDS).nnz == 1
-    assert log[4:] == ["later", "latest"]
-
-
 def test_an_error_without_a_wait_is_logged_once(queue_: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
     """It is logged when the handle is freed, without the garbage collector."""
     gc.collect()  # handles of other tests

@@ -55,13 +55,9 @@ FAR = f"plan --ranks 4 --rate 50mbit --rtt 80ms {MODEL}"
         ("nonsense", "usage: sparsecomm"),
         ("", "usage: sparsecomm"),
         ("bench -f 1", "argument -f"),
-        ("bench -w -1", "argument -w"),
         ("bench --device tpu", "argument --device"),
-        *((f"tune --seconds {text}", f"{text}: expected a number above 0, and 3600 at most") for text in (
-            "soon", "0", "nan", "3601",
-        )),
+        ("tune --seconds 3601", "3601: expected a number above 0, and 3600 at most"),
         (f"{FAR} --loss 200%", "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
-        (f"{FAR} --step-time 0ms", "0ms: expected a number above 0 and a unit, such as 30ms"),
         (f"{FAR} --sync-every 8,0", "0: expected a number of at least 1"),
         (f"{FAR} --cores-per-rank 8", "8: expected at most 1, because costs are those of one core. For several, run"),
     ],
@@ -79,12 +75,10 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
         ("bench -b 2M -e 1M", "-b 2000000 -e 1000000: expected -b to be at least 4, and at most -e"),
         ("bench -e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
         ("bench --wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
-        ("bench --device cuda --dtype bfloat16", "CuPy has no bfloat16"),
         ("bench --device cuda", "--device cuda: CuPy cannot be imported"),
         ("bench --json /no/such/folder/a.json", "/no/such/folder/a.json: cannot be written: No such file or directory"),
         ("plan --ranks 4", "Add, with your numbers: --rate 50mbit, --parameters 30.8M, --step-time 30ms"),
         (f"plan --ranks 4 {MODEL} --rtt 0ms", "with your numbers: --rate 50mbit, or --measure under mpirun"),
-        (f"plan --rate 1gbit --rtt 0ms {MODEL}", "with your numbers: --ranks P\n"),
         (f"{FAR} --ranks-per-node 3", "--ranks 4: must be a multiple of --ranks-per-node 3"),
         (f"{FAR} --device cuda --cores-per-rank 0.5", "--cores-per-rank with --device cuda: GPUs do the work"),
         (f"{FAR} --profile=/no/such", "--profile /no/such: it cannot be read"),
@@ -270,14 +264,6 @@ def test_without_mpi() -> None:
 
 
 PLAN = "plan --measure --parameters 1M --step-time 1ms"
-
-
-def test_one_rank_has_nothing_to_measure() -> None:
-    ran = several("tune", PLAN)
-    assert ran.returncode == 0, ran.stderr
-    for said in ("run it under mpirun with the ranks that train", "no link to measure: start the command with mpirun"):
-        assert ran.stderr.count(said) == 1
-    assert "Traceback" not in ran.stderr
 
 
 def test_ranks_that_do_not_know_each_other_fail() -> None:

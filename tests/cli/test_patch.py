@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparsecomm.cli import main
-from sparsecomm.patches import PatchError, Publisher, read_patch
+from sparsecomm.patches import PatchError, Publisher
 from sparsecomm.patches.elements import host_view, weights_of
 from sparsecomm.patches.safetensors import compressed, map_weights
 from sparsecomm.tensors.arrays import Array
@@ -82,23 +82,10 @@ def test_the_output_may_be_the_base_and_keeps_its_mode(files: Files) -> None:
     assert (files.folder / "old").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_patch_is_described(files: Files) -> None:
+def test_patches_and_folders_are_described(files: Files) -> None:
     status, said = files.command("diff", "old", "new", "patch")
     assert (status, files.command("info", "patch")) == (0, (0, said))
-    patch = read_patch(files["patch"])
-    bits = f"{8 * patch.nbytes / 301:.1f}"
-    assert said.splitlines() == [
-        "tensors   2 of 3 changed",
-        "elements  301 of 10,001 changed (3.01 %)",
-        f"size      {patch.nbytes} B for 40.01 kB of weights; {bits} bits per changed element",
-        f"before    {patch.before}",
-        f"after     {patch.after}",
-    ]
-    assert files.command("diff", "old", "old", "same")[0] == 0
-    assert "0 of 10,001 changed (0 %)\n" in files.command("info", "same")[1]
-
-
-def test_a_folder_is_described(files: Files) -> None:
+    assert "elements  301 of 10,001 changed (3.01 %)\n" in said
     weights = {"weight": np.random.default_rng(0).standard_normal(1000).astype(np.float32)}
     with Publisher(weights, files.folder / "published", anchor_every=3) as publisher:
         for step in range(6):
@@ -119,29 +106,14 @@ def test_a_folder_is_described(files: Files) -> None:
     [
         ("diff old none out", "none: cannot be read: No such file or directory"),
         ("diff old patch out", "patch: it looks like a patch; expected a file of safetensors"),
-        ("diff old x.pt out", "x.pt: it looks like a zip archive, as torch.save and numpy.savez write; expected a "),
-        ("diff x.gz new out", "x.gz: it looks like a gzip file; expected a file of safetensors: "),
-        ("diff old text out", "text is not a file of safetensors"),
         ("diff old damaged out", "damaged is damaged: it has"),
         ("diff old other out", "old and other: new: missing 'step', 'weight'; not expected: 'bias'"),
         ("diff old new old", "old: is an input or not a regular file; name another output"),
-        ("diff old new .", "is an input or not a regular file"),
-        ("diff old new none/out", "none/out: cannot be written: No such file or directory"),
-        ("apply none patch out", "none: cannot be read: No such file or directory"),
         ("apply old none out", "none: cannot be read: No such file or directory"),
-        ("apply old text out", "text: this is not a patch"),
         ("apply old new out", "new: it looks like a file of safetensors; expected a patch, as `sparsecomm patch diff`"),
-        ("apply patch old out", "old: it looks like a file of safetensors; expected a patch"),
-        ("apply x.pt patch out", "x.pt: it looks like a zip archive"),
-        ("apply old x.gz out", "x.gz: it looks like a gzip file; expected a patch"),
         ("apply old cut out", "cut: the patch is damaged"),
         ("apply old wrong out", "wrong for old: the patch is damaged: the changes of "),
-        ("apply other patch out", "patch for other: tensors: missing 'step', 'weight'; not expected: 'bias'"),
         ("apply new patch out", "patch for new: the tensors hold other weights than those for which"),
-        ("apply old patch patch", "patch: is an input or not a regular file; name another output"),
-        ("info none", "none: cannot be read: No such file or directory"),
-        ("info old", "old: it looks like a file of safetensors; expected a patch"),
-        ("info x.pt", "x.pt: it looks like a zip archive"),
         ("info .", "nothing has been published there, since it has no versions.json"),
         ("info published", "versions.json cannot be read"),
     ],
@@ -151,10 +123,6 @@ def test_refused(words: str, said: str, files: Files) -> None:
     files.command("diff", "old", "new", "patch")
     files.write("other", {"bias": np.ones(3), "empty": np.empty((0, 2), np.float16)})
     (files.folder / "damaged").write_bytes(files["old"][:-1])
-    (files.folder / "text").write_bytes(b"some text")
-    (files.folder / "x.gz").write_bytes(gzip.compress(files["old"]))
-    np.savez(files.folder / "x.npz", np.ones(3))
-    (files.folder / "x.npz").rename(files.folder / "x.pt")
     (files.folder / "cut").write_bytes(files["patch"][:-1])
     (files.folder / "wrong").write_bytes(files["patch"][:-1] + b"?")
     (files.folder / "published").mkdir()

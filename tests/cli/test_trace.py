@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.cli import main
-from sparsecomm.cli.trace import bytes_out
 from sparsecomm.tracing.events import Rank, clock_offsets, late_senders, messages, read
-from sparsecomm.tuning.clocks import Offset, offsets
+from sparsecomm.tuning.clocks import Offset
 from tests.tracing.test_recorder import SimulatedTransport, traced, vector
 
 P = 4
@@ -193,11 +192,6 @@ def test_clocks_are_aligned(ahead: list[float], algorithm: str, tmp_path_factory
         assert sent <= message.received.end - found_offsets[message.receiver].seconds + 1e-6
 
 
-def test_the_narrowest_bounds_count() -> None:
-    fastest = {(0, 1): 1.0, (1, 0): 1.0, (0, 2): 1.0, (2, 0): 3.0, (1, 2): 10.0, (2, 1): 30.0}
-    assert offsets(range(3), fastest) == {0: Offset(0.0, 0.0), 1: Offset(0.0, 1.0), 2: Offset(-1.0, 2.0)}
-
-
 def test_a_late_rank_makes_others_wait(traces: Traces) -> None:
     def program(transport: SimulatedTransport) -> None:
         transport.compute(3.0 if transport.rank == 2 else 0.0)
@@ -207,22 +201,6 @@ def test_a_late_rank_makes_others_wait(traces: Traces) -> None:
     late = late_senders(list(messages(ranks)), dict.fromkeys(ranks, Offset(0.0, 0.0)))
     assert {pair for pair, seconds in late.items() if seconds > 1} == {(0, 2), (1, 2), (3, 2)}
     assert all(seconds == pytest.approx(3.0, abs=0.1) for seconds in late.values() if seconds > 1)
-
-
-def test_bytes_to_other_nodes_count_if_nodes_have_several_ranks(traces: Traces) -> None:
-    ranks = traces.ranks(tree)
-    sent = list(messages(ranks))
-    for nodes in ("aaaa", "abcd"):
-        for rank, node in zip(ranks.values(), nodes, strict=True):
-            rank.node = node
-        assert bytes_out(ranks, sent) is None
-    for number, rank in ranks.items():
-        rank.node = "ab"[number // 2]
-    expected = dict.fromkeys(ranks, 0)
-    for sender, receiver, nbytes, *_ in sent:
-        expected[sender] += nbytes if sender // 2 != receiver // 2 else 0
-    assert bytes_out(ranks, sent) == expected
-    assert any(expected.values())
 
 
 # -- the timeline -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Random histories of a publisher and its subscribers: ``python -m tests.patches.histories --seeds 100000``.
+"""Random histories of a publisher and its subscribers.
 
 The publisher crashes, restarts, and publishes other weights. Files are lost, cut, damaged, or become visible late, and
 programs write to the subscribers' tensors. After every update the tensors must equal the version whose step it
@@ -7,13 +7,10 @@ returned, or be untouched. The update must have reached the newest version to wh
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import os
 import random
 import tempfile
-import time
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -355,30 +352,4 @@ def play(seed: int, length: int = 30) -> None:
         try:
             History(seed, Path(folder)).play(length)
         except Exception as error:
-            raise AssertionError(f"python -m tests.patches.histories --first {seed} --seeds 1: {error}") from error
-
-
-def main() -> None:
-    """Play histories, and report those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    arguments = parser.parse_args()
-    logging.getLogger("sparsecomm").setLevel(logging.ERROR)
-    begin, failed = time.monotonic(), []
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        try:
-            play(seed)
-        except Exception as error:
-            if arguments.seeds == 1:
-                raise
-            failed.append(seed)
-            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-        if (seed + 1) % 5000 == 0:
-            print(f"{seed + 1} seeds, {len(failed)} failed, {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"{arguments.seeds} seeds, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
-    raise SystemExit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()
+            raise AssertionError(f"play({seed}): {error}") from error

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sparsecomm.errors import InvalidInputError, PatchError
-from sparsecomm.patches import Folder, Publisher, Subscriber, apply, diff
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.patches import Publisher, Subscriber, apply, diff
 from sparsecomm.patches.versions import parse
 from tests.interrupts import InterruptError, interrupted
 from tests.patches import histories
@@ -86,110 +84,6 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, weights: dict
         assert future.result().version == 1
         step, tensors = newest(tmp_path, weights)
         assert (step, content(tensors)) == (3, before)
-
-
-def test_a_publication_cannot_be_cancelled(
-    tmp_path: Path, weights: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, write = Event(), Publisher._write
-
-    def waits(self: Publisher, *arguments: Any) -> Any:
-        assert started.wait(10)
-        return write(self, *arguments)
-
-    monkeypatch.setattr(Publisher, "_write", waits)
-    publisher = Publisher(weights, tmp_path)
-    future = publisher.publish_in_background(1)
-    cancelled = future.cancel()
-    started.set()
-    assert not cancelled
-    assert future.result(10).version == 1
-
-
-def test_an_interrupted_close_leaves_the_publication_its_memory(
-    tmp_path: Path, weights: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher, written, write = Publisher(weights, tmp_path), Event(), Publisher._write
-
-    def waits(self: Publisher, *arguments: Any) -> Any:
-        assert written.wait(10)
-        return write(self, *arguments)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    publisher.publish(1)
-    train(weights, 1)
-    monkeypatch.setattr(Publisher, "_write", waits)
-    future = publisher.publish_in_background(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(futures, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            publisher.close()
-    written.set()
-    assert future.result().patch_bytes
-    train(weights, 2)
-    assert publisher.publish(3).patch_bytes
-    publisher.close()
-
-
-def followed(
-    tmp_path: Path, weights: dict[str, np.ndarray], steps: int, *, in_place: bool = True, anchor_every: int = 100
-) -> Subscriber:
-    """Return a subscriber that has the first of some published versions."""
-    publisher = Publisher(weights, tmp_path, anchor_every=anchor_every)
-    publisher.publish(0)
-    subscriber = Subscriber({name: np.zeros_like(x) for name, x in weights.items()}, tmp_path, in_place=in_place)
-    assert subscriber.update() == 0
-    for step in range(1, steps):
-        train(weights, step)
-        publisher.publish(step)
-    return subscriber
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("error", [InvalidInputError, KeyboardInterrupt, PatchError])
-def test_an_error_between_two_patches_leaves_a_complete_version(
-    error: type[BaseException], in_place: bool, tmp_path: Path, weights: dict[str, np.ndarray],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    subscriber = followed(tmp_path, weights, 4, in_place=in_place)
-    contents, fetch, calls = content(weights), Folder.fetch, []
-
-    def fails(source: Folder, name: str, max_bytes: int) -> BinaryIO:
-        calls.append(name)
-        if error is PatchError and len(calls) > 3:  # the patch is missing, and then the list cannot be read
-            raise OSError("the network is down")
-        if error is not PatchError and len(calls) == 3:
-            raise error
-        return fetch(source, name, max_bytes)
-
-    monkeypatch.setattr(Folder, "fetch", fails)
-    if error is PatchError:
-        sorted(tmp_path.glob("*.patch"))[1].rename(tmp_path / "late")
-    with pytest.raises(error):
-        subscriber.update()
-    assert subscriber.step == {InvalidInputError: 1, KeyboardInterrupt: None, PatchError: 1}[error]
-    monkeypatch.undo()
-    if error is PatchError:
-        (tmp_path / "late").rename(tmp_path / sorted(named(tmp_path))[2])
-    assert (subscriber.update(), content(subscriber.tensors)) == (3, contents)
-    assert not subscriber.problems
-
-
-def test_a_damaged_name_in_an_anchor_is_no_error_of_the_program(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
-    """If the header of the newest anchor is damaged, a name or shape in it may be, too."""
-    followed(tmp_path, weights, 2, anchor_every=1)
-    anchor = max(tmp_path.glob("*.gz"))
-    data, tensors = anchor.read_bytes(), {name: np.zeros_like(x) for name, x in weights.items()}
-    for bit in range(8 * 10, 8 * 150):  # after gzip's header
-        damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << bit % 8
-        anchor.write_bytes(damaged)
-        subscriber = Subscriber(tensors, tmp_path)
-        assert subscriber.update() == 1  # by the anchor before and the patch
-        assert len(subscriber.problems) == 1
-        tensors["a"][...] = 0
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -403,14 +297,3 @@ def test_a_missing_list_is_reported_and_published_tensors_are_checked(
     with pytest.raises(InvalidInputError, match="complex128"):
         publisher.publish(0, {"z": np.zeros(3, np.complex128)})
     assert not any(tmp_path.iterdir())
-
-
-def test_a_file_of_another_model_is_no_error_of_the_program(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
-    subscriber = followed(tmp_path, weights, 2, anchor_every=1)
-    Publisher({"other": np.zeros(3)}, tmp_path / "other").publish(0)
-    anchors = sorted(tmp_path.glob("*.gz"))
-    for anchor in anchors:
-        anchor.write_bytes(next((tmp_path / "other").glob("*.gz")).read_bytes())
-    subscriber.tensors["a"][0] += 1
-    assert subscriber.update() is None
-    assert "bytes; expected" in subscriber.problems[1]

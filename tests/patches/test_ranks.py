@@ -18,7 +18,6 @@ from sparsecomm.errors import InvalidInputError, PatchError
 from sparsecomm.patches import Folder, Publisher, Ranks, Subscriber
 from sparsecomm.patches.codec import MAGIC
 from sparsecomm.transport.simulated import SimulatedTransport
-from tests.processes import mpirun, needs_mpirun
 from tests.ranks import errors, run
 
 P = 4
@@ -64,16 +63,6 @@ def test_ranks_at_different_versions_get_the_newest(root: int, tmp_path: Path, v
 
     assert run(P, program) == [([5, 5, 5], versions[5].tobytes(), [])] * P
     assert len(source.names) < 12
-
-
-def test_files_are_read_once_for_all_ranks(tmp_path: Path, versions: list[np.ndarray]) -> None:
-    source = Counting(tmp_path)
-
-    def program(transport: SimulatedTransport) -> int | None:
-        return Subscriber({"x": np.zeros(3000, np.float32)}, Ranks(source, comm=transport)).update()
-
-    assert run(P, program) == [5] * P
-    assert len(source.names) == len(set(source.names)) == 4
 
 
 def test_an_error_of_the_transport_ends_an_update(tmp_path: Path, versions: list[np.ndarray]) -> None:
@@ -163,47 +152,6 @@ def test_a_rank_without_room_for_a_file_does_not_stop_the_others(
     assert problems
 
 
-def test_a_list_of_versions_that_changes_while_it_is_sent(tmp_path: Path, versions: list[np.ndarray]) -> None:
-    def fault(name: str, file: BinaryIO) -> BinaryIO:
-        """Let the list be read once; then it is damaged."""
-
-        class Changing(BytesIO):
-            def read(self, size: int | None = -1) -> bytes:
-                data = super().read(size)
-                self.getbuffer()[:] = bytes(len(self.getbuffer()))
-                return data
-
-        with file:
-            return Changing(file.read())
-
-    def program(transport: SimulatedTransport) -> Any:
-        source = Counting(tmp_path, lambda name, file: fault(name, file) if name.endswith(".json") else file)
-        return Subscriber({"x": np.zeros(3000, np.float32)}, Ranks(source, comm=transport)).update()
-
-    assert run(P, program) == [5] * P
-
-
-@pytest.mark.filterwarnings("ignore:Unclosed file:ResourceWarning")
-def test_after_an_interrupt_nothing_is_left_of_the_update(tmp_path: Path, versions: list[np.ndarray]) -> None:
-    fetched: list[str] = []
-
-    def fault(name: str, file: BinaryIO) -> BinaryIO:
-        fetched.append(name)
-        if len(fetched) == 2:
-            raise FileNotFoundError(name)
-        if len(fetched) == 3:
-            raise KeyboardInterrupt
-        return file
-
-    def program(transport: SimulatedTransport) -> Any:
-        subscriber = Subscriber({"x": np.zeros(3000, np.float32)}, Ranks(Counting(tmp_path, fault), comm=transport))
-        with pytest.raises(KeyboardInterrupt):
-            subscriber.update()
-        return subscriber.update(), subscriber.problems
-
-    assert run(1, program) == [(5, [])]
-
-
 def test_a_rank_whose_tensors_differ_raises_and_the_others_go_on(tmp_path: Path, versions: list[np.ndarray]) -> None:
     got: dict[int, int | None] = {}
 
@@ -223,29 +171,3 @@ def test_arguments_are_checked() -> None:
             Ranks(**({"source": "folder"} | options), comm=transport)
 
         assert match in str(errors(P, program)[0])
-
-
-PROGRAM = """
-import sys, numpy as np
-from mpi4py import MPI
-from sparsecomm.patches import Ranks, Subscriber
-rank = MPI.COMM_WORLD.rank
-x = np.zeros(3000, np.float32)
-subscriber = Subscriber({"x": x}, Ranks(sys.argv[1] if rank == 1 else None, root=1))
-assert subscriber.update() == 5, subscriber.problems
-assert x.tobytes() == np.load(sys.argv[2]).tobytes()
-"""
-
-
-@needs_mpirun
-def test_over_mpi(tmp_path: Path, versions: list[np.ndarray]) -> None:
-    np.save(tmp_path / "x.npy", versions[5])
-    status, output = mpirun(3, "-c", PROGRAM, str(tmp_path), str(tmp_path / "x.npy"), seconds=100)
-    assert status == 0, output
-
-
-def test_a_missing_folder_on_the_root(tmp_path: Path) -> None:
-    def program(transport: SimulatedTransport) -> Any:
-        return Subscriber(np.zeros(3), Ranks(tmp_path / "missing", comm=transport)).update()
-
-    assert run(P, program) == [None] * P

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import http.server
 import threading
 import time
@@ -144,6 +143,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsecomm.patches.sources.time.sleep", lambda seconds: sleep(min(seconds, 0.001)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [MANIFEST, ".gz", ".patch"])
 @every_answer
 def test_requests_are_repeated_after_nasty_answers(
@@ -156,6 +156,7 @@ def test_requests_are_repeated_after_nasty_answers(
         assert (subscriber.tensors[""] == versions[2]).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [MANIFEST, ".gz", ".patch"])
 @every_answer
 def test_answers_that_remain_nasty_leave_no_wrong_weights(
@@ -232,20 +233,6 @@ def test_missing_files(status: int, published: tuple[Path, list[np.ndarray]], tm
     (tmp_path / MANIFEST).mkdir()
     with pytest.raises(PatchError, match="cannot be read"):
         Subscriber(np.zeros(3), tmp_path).update()
-
-
-def test_the_static_server_of_python(published: tuple[Path, list[np.ndarray]]) -> None:
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with server(functools.partial(Quiet, directory=str(published[0].parent))) as url:
-        x = np.zeros(3000)
-        url = url.replace("weights", published[0].name)
-        assert Subscriber(x, url).update() == 2
-        assert (x == published[1][2]).all()
-    with pytest.raises(PatchError, match=r"cannot be read: .*refused"):
-        Subscriber(x, Http(url, retries=1)).update()
 
 
 def test_lists_with_huge_sizes_take_no_memory(tmp_path: Path, published: tuple[Path, list[np.ndarray]]) -> None:

@@ -3,43 +3,14 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.transport import Transport, simulated
+from sparsecomm.transport import simulated
 from tests.ranks import run
-
-
-class Attached:
-    """Counts its instances. The constructor is slow, so that threads run it concurrently."""
-
-    made = 0
-
-    def __init__(self, transport: Transport) -> None:
-        threading.Event().wait(0.05)
-        Attached.made += 1
-
-
-class Other(Attached):
-    pass
-
-
-def test_a_transport_has_one_object_of_each_class_whichever_thread_asks_first() -> None:
-    Attached.made = 0
-    (transport, other), objects = run(1, lambda rank: (rank, rank.attached(Other)))[0], []
-    threads = [threading.Thread(target=lambda: objects.append(transport.attached(Attached))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(objects) == 8
-    assert set(map(id, objects)) == {id(transport.attached(Attached))}
-    assert transport.attached(Other) is other
-    assert Attached.made == 2
 
 
 def test_a_transport_is_collected_with_its_queue_and_plans() -> None:

@@ -81,26 +81,6 @@ def test_one_of_one_may_be_alone(variables: dict[str, str], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("variables", "advice"),
-    [
-        (TORCHRUN, r"not initialized, and the world of MPI \(MPI 3.*Call torch.distributed.init_process_group\(\) fir"),
-        (
-            MPICH,
-            r"but the world of MPI \(MPI 3 in /mine/a.so\).*another MPI \(/other/b.so\).*with the mpirun of that MPI",
-        ),
-        (STEP, r"Start .*or with `srun --mpi=TYPE`.*init_process_group\(\) first if"),
-    ],
-)
-def test_the_error_says_which_mpi_was_found_and_how_to_start(
-    variables: dict[str, str], advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_to(variables, monkeypatch)
-    mine, other = Path("/mine/a.so"), Path("/other/b.so")
-    with pytest.raises(sc.InvalidInputError, match=f"{advice}.*comm=MPI.COMM_SELF or set SPARSECOMM_ALONE=1"):
-        job.check_alone_with_mpi("MPI 3", mine, [mine, other])
-
-
-@pytest.mark.parametrize(
     ("restarts", "shared", "needed"),
     [("1", "True", True), ("0", "True", False), ("1", "False", False), ("", "", False)],
 )
@@ -114,11 +94,6 @@ def test_a_restart_by_torchrun_may_need_another_store(
     error = process_group.ProcessGroupTransport._lost_error(survivor, 1)
     assert isinstance(error, sc.RankFailedError)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(error)) is needed
-
-
-def test_equal_ids_are_one_node_and_numbers_count_up() -> None:
-    assert job.number_nodes([b"c", b"a", b"c", b"b", b"a"]) == [0, 1, 0, 2, 1]
-    assert job.number_nodes([]) == []
 
 
 def test_an_id_is_that_of_a_node_since_it_booted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,13 +75,6 @@ def test_not_a_communicator(comm: object) -> None:
 
 
 class TestOneRank:
-    def test_bytes_must_be_contiguous(self):
-        transport = transport_of(None)
-        transport.begin(b"call", fails)
-        with pytest.raises((BufferError, ValueError)):
-            transport.isend(np.zeros(10, np.uint8)[::2], 0)
-        transport.end()
-
     def test_tags_come_round_without_old_bytes(self, monkeypatch):
         """A call must not receive messages of an abandoned call that had the same tag."""
         monkeypatch.setattr(mpi, "_NUM_TAGS", 64)

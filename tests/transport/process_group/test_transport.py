@@ -41,18 +41,3 @@ def test_cases(P: int, tmp_path: Path) -> None:
             print(f"-- rank {rank} of {P}: {job.wait()}", *said, sep="\n")
     assert [job.returncode for job in jobs] == [-9 if rank in KILLED[P] else 0 for rank in range(P)]
     assert not any((tmp_path / f"err{rank}").read_text() for rank in range(P))
-
-
-def test_a_process_ends_in_order_after_an_interrupted_first_call() -> None:
-    """The thread that connects ranks is in torch's C++, and must not return into an interpreter that has ended."""
-    program = Path(__file__).with_name("interrupted_joining.py")
-    ended = subprocess.run(
-        [sys.executable, str(program)],
-        cwd=ROOT,
-        env=ENVIRONMENT | {"PYTHONWARNINGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "interrupted\n"), ended.stderr
