@@ -41,7 +41,7 @@ SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
 TORCH ?= 2.6.0
 TORCH_OPTIONS ?=
 
-.PHONY: help demo test test-all test-torch stress lint bench bench-check wheels wheels-aarch64 report docs clean
+.PHONY: help demo test test-all test-torch stress lint bench bench-check wheels wheels-aarch64 docs clean
 .PHONY: say-demo say-test say-test-all
 .DEFAULT_GOAL := help
 
@@ -55,7 +55,6 @@ help:
 	@echo "make bench     benchmarks of the kernels and the collectives"
 	@echo "make bench-check  compare this machine's speed with recorded ratios (ARGS=--record records them)"
 	@echo "make docs      the documentation as a web site, in site/"
-	@echo "make report    a page with tables and plots of bench/results (RESULTS=... for other folders)"
 	@echo "make wheels    the files of a release, in dist/ (wheels-aarch64: for aarch64)"
 	@echo "make clean     remove all build products and environments"
 
@@ -112,12 +111,6 @@ wheels-aarch64: $(VENV)/built-test
 docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 	@echo "in site/; to search in it: python -m http.server --directory site"
-
-# Files or folders with results for `make report`.
-RESULTS ?= bench/results
-
-report: $(VENV)/built-test
-	python -m bench.page $(RESULTS) --out build/report
 
 clean:
 	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

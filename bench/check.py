@@ -2,24 +2,27 @@
 
     python -m bench.check             name every ratio that is above its bound; the exit status is then 1
     python -m bench.check --record    write bench/results/check.json
-    python -m bench.check calls       only one group, or several
+    python -m bench.check calls       only one group, or several; with --record, too
 
 Each ratio is the cost of the library divided by the cost of a baseline in the same run. Costs are times, measured in
 turns, or the instructions that callgrind counts. Counts repeat, so their bound is 2 % above the record. The bound of a
 time is at least 15 % above its recorded median, and 5 % above its largest recorded value. A ratio above its bound is
-measured again, up to twice, because only a slow library stays slow.
+measured again, up to twice, because only a slow library stays slow. Each group is recorded with its machine and
+command, so you can record one group again without the others.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +42,41 @@ FILE = ROOT / "bench/results/check.json"
 RECORDED_TURNS, TURNS, ATTEMPTS = 5, 3, 3
 N = 25_600_000
 Ratios = dict[str, float]
+
+# Two ranks make small calls over MPI, and dense allreduces.
+MPI_RANKS = """
+import json, time
+import numpy as np
+import sparsecomm as sc
+from mpi4py import MPI
+
+comm, n, k = MPI.COMM_WORLD, 65_536, 256
+ratios = {}
+
+def ratio(name, ours, theirs, rounds):
+    times = np.empty((rounds, 2))
+    for i in range(-rounds // 5, rounds):
+        for j, action in enumerate((ours, theirs)):
+            comm.Barrier()
+            start = time.perf_counter()
+            action()
+            if i >= 0:
+                times[i, j] = time.perf_counter() - start
+    comm.Allreduce(MPI.IN_PLACE, times, op=MPI.MAX)
+    a, b = np.median(times, axis=0)
+    ratios[name] = a / b
+
+x, out = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32), np.empty(n, np.float32)
+r, plain = np.zeros_like(x), np.zeros_like(x)
+here = lambda: sc.sparse_allreduce(x, k, comm=comm)
+dense = lambda: comm.Allreduce(x, out)
+ratio("call, n = 65,536, k = 256 / MPI_Allreduce", here, dense, 2000)
+ratio("with residual / MPI_Allreduce", lambda: sc.sparse_allreduce(x, k, comm=comm, residual=r), dense, 2000)
+ratio("on the queue's thread / here", lambda: sc.isparse_allreduce(x, k, comm=comm).wait(), here, 1000)
+ratio("top-k with residual / np.add", lambda: sc.topk(x, k, residual=r), lambda: np.add(plain, x, out=plain), 500)
+if comm.rank == 0:
+    print(json.dumps(ratios))
+"""
 
 # Ranks of a process group exchange entries, and all n elements densely.
 PROCESS_GROUP = """
@@ -105,13 +143,16 @@ def step() -> Ratios:
 
 def calls() -> Ratios:
     """Small calls of two ranks, against dense allreduces of MPI and of a process group."""
-    ratios = {name: values[0] for name, values in figures.call_figures(ROOT, 2, large=False).items()}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command += [sys.executable, "-c", PROCESS_GROUP]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": f"{ROOT}"}
-    )
-    return ratios | {"call over a process group / all_reduce": json.loads(done.stdout)}
+    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or "mpirun"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+
+    def output(*command: str) -> Any:
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}"}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    ratios: Ratios = output(mpirun, "-n", "2", sys.executable, "-c", MPI_RANKS)
+    return ratios | {"call over a process group / all_reduce": output(*torchrun, sys.executable, "-c", PROCESS_GROUP)}
 
 
 def counts() -> Ratios:
@@ -169,17 +210,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if unknown := set(options.groups) - GROUPS.keys():
         parser.error(f"unknown group {min(unknown)}: expected some of {', '.join(GROUPS)}")
-    file = json.loads(FILE.read_text()) if FILE.exists() else {"run": None, "ratios": {}}
+    records = json.loads(FILE.read_text()) if FILE.exists() else {}
     if options.record:
-        for group in options.groups:
-            file["ratios"][group] = measured(group, RECORDED_TURNS)
-        file["run"] = report.about("-m bench.check", sys.argv[1:])
-        FILE.write_text(json_text(file) + "\n")
+        run = report.about("-m bench.check", sys.argv[1:] if arguments is None else list(arguments))
+        records |= {group: {"run": run, "ratios": measured(group, RECORDED_TURNS)} for group in options.groups}
+        FILE.write_text(json_text(records) + "\n")
         return 0
-    if not file["run"]:
-        parser.error(f"{FILE} does not exist; record ratios first, with --record")
-    print("\n".join(f"# recorded: {line[2:]}" for line in report.head(file["run"])))
-    slower = sum(check(group, file["ratios"].get(group, {})) for group in options.groups)
+    if missing := [group for group in options.groups if group not in records]:
+        parser.error(f"{FILE} has no ratios of {', '.join(missing)}; record them with --record {' '.join(missing)}")
+    slower = 0
+    for group in options.groups:
+        print(f"# {group}, recorded:", *(line[2:] for line in report.head(records[group]["run"])), sep="\n#     ")
+        slower += check(group, records[group]["ratios"])
     print(f"{slower} ratios are slower than recorded" if slower else "no ratio is slower than recorded")
     return int(slower > 0)
 

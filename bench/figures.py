@@ -1,22 +1,14 @@
-"""The figures of the documentation: ratios of two things that are timed in turn in one run.
+"""Figures of selection, merging and packing on one thread: ratios of two actions that are timed in turn in one run.
 
-    python -m bench.figures                    selection and merging, one thread
-    mpirun -n 2 python -m bench.figures        sparse_allreduce between the ranks
-    python -m bench.figures --against FOLDER   calls of this checkout and of that in FOLDER, both built in place
+    python -m bench.figures
 
-``--write FOLDER`` writes the table and a JSON file there, with the machine, the versions and the command. ``--against``
-measures the checkouts in turn, ``--times`` times, and prints medians with the smallest and the largest ratio.
+``--write FOLDER`` writes the table and a JSON file there, with the machine, the versions and the command.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +19,7 @@ from rich.table import Table
 import sparsecomm as sc
 from bench import report
 from bench.report import interval, number, yes_or_no
+from bench.timing import seconds
 from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16
@@ -34,13 +27,6 @@ from sparsecomm.tensors.kinds import INT2
 from sparsecomm.tensors.sparse import SparseVector
 
 Action = Callable[[], Any]
-RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
-
-
-def seconds(action: Action) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def paired(ours: Action, theirs: Action, rounds: int) -> tuple[np.ndarray, np.ndarray]:
@@ -216,144 +202,16 @@ def random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
     return sc.SparseVector(indices, (rng.choice([-1, 1], k) * (3.3 + rng.exponential(0.3, k))).astype(np.float32), n)
 
 
-def exchange(figures: Figures, quick: bool) -> None:
-    """Measure sparse_allreduce between the ranks; a time is the maximum over ranks."""
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
-
-    def together(action: Action, rounds: int) -> np.ndarray:
-        times = np.empty(rounds)
-        for i in range(rounds):
-            comm.Barrier()
-            times[i] = seconds(action)
-        comm.Allreduce(MPI.IN_PLACE, times, op=MPI.MAX)
-        return times
-
-    n = 2_560_000 if quick else 25_600_000
-    x = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32)
-    r, plain = np.zeros_like(x), np.zeros_like(x)
-    rounds = 21
-    ours, add = np.empty(rounds), np.empty(rounds)
-    for i in range(-2, rounds):
-        a = together(lambda: sc.sparse_allreduce(x, n // 1000, residual=r), 1)
-        b = together(lambda: np.add(plain, x, out=plain), 1)
-        if i >= 0:
-            ours[i], add[i] = a[0], b[0]
-    what = f"sparse_allreduce with residual, P = {comm.size}, n = {n / 1e6:g}M, density 0.001"
-    figures.add(what, ours / add, "np.add on all ranks at once", 1.15, ours, add)
-    small = np.random.default_rng(comm.rank).standard_normal(65_536, dtype=np.float32)
-    call = lambda: sc.sparse_allreduce(small, 256)  # noqa: E731
-    total = np.empty_like(small)
-    dense = lambda: comm.Allreduce(small, total)  # noqa: E731
-    together(call, 200), together(dense, 200)
-    a, b = np.array([(together(call, 1)[0], together(dense, 1)[0]) for _ in range(2000)]).T
-    what = f"sparse_allreduce, P = {comm.size}, n = 65,536, k = 256"
-    figures.add(what, a / b, "MPI_Allreduce of all n", 1.2, a, b)
-    figures.add(what, 1e6 * a, "us per call", 80, a)
-
-
-# -- two checkouts ----------------------------------------------------------------------------------------------------
-
-# Runs with both checkouts, so it only uses what both have.
-PROGRAM = """
-import json, sys, time
-import numpy as np
-import sparsecomm as sc
-from mpi4py import MPI
-
-comm, large = MPI.COMM_WORLD, sys.argv[1] == "large"
-found = {}
-
-def ratio(name, ours, theirs, rounds):
-    times = np.empty((rounds, 2))
-    for i in range(-rounds // 5, rounds):
-        for j, action in enumerate((ours, theirs)):
-            comm.Barrier()
-            start = time.perf_counter()
-            action()
-            if i >= 0:
-                times[i, j] = time.perf_counter() - start
-    comm.Allreduce(MPI.IN_PLACE, times, op=MPI.MAX)
-    a, b = np.median(times, axis=0)
-    found[name] = a / b, a * 1e6, b * 1e6
-
-n, k = 65_536, 256
-x, out = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32), np.empty(n, np.float32)
-r, plain = np.zeros_like(x), np.zeros_like(x)
-dense = lambda: comm.Allreduce(x, out)
-add = lambda: np.add(plain, x, out=plain)
-ratio("call, n = 65,536, k = 256 / MPI_Allreduce", lambda: sc.sparse_allreduce(x, k, comm=comm), dense, 2000)
-ratio("with residual / MPI_Allreduce", lambda: sc.sparse_allreduce(x, k, comm=comm, residual=r), dense, 2000)
-queued = lambda: sc.isparse_allreduce(x, k, comm=comm).wait()
-ratio("on the queue's thread / here", queued, lambda: sc.sparse_allreduce(x, k, comm=comm), 1000)
-ratio("top-k with residual / np.add", lambda: sc.topk(x, k, residual=r), add, 500)
-if large:
-    n = 25_600_000
-    x = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32)
-    r, plain = np.zeros_like(x), np.zeros_like(x)
-    step = lambda: sc.sparse_allreduce(x, n // 1000, comm=comm, residual=r)
-    ratio("step, n = 25.6M, k = n / 1,000 / np.add", step, add, 15)
-if comm.rank == 0:
-    print(json.dumps(found))
-"""
-
-
-def compare(options: Any) -> Table:
-    """Return ratios and microseconds of another checkout, "that", and of this one."""
-    folders = {"that": options.against.resolve(), "this": Path(__file__).parents[1]}
-    turns: dict[str, list[dict[str, list[float]]]] = {name: [] for name in folders}
-    for _ in range(options.times):
-        for name, folder in folders.items():
-            turns[name].append(call_figures(folder, options.ranks, options.large))
-
-    def ratios(name: str) -> Callable[[str], str]:
-        def text(figure: str) -> str:
-            values = [turn[figure][0] for turn in turns[name]]
-            return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
-
-        return text
-
-    def micros(name: str) -> Callable[[str], str]:
-        return lambda figure: " / ".join(
-            f"{statistics.median(turn[figure][i] for turn in turns[name]):.1f}" for i in (1, 2)
-        )
-
-    columns = [("figure", str), *((f"{name}: ratio", ratios(name)) for name in folders)]
-    return report.table(turns["this"][0], [*columns, *((f"{name}, us", micros(name)) for name in folders)])
-
-
-def call_figures(folder: Path, ranks: int, large: bool) -> dict[str, list[float]]:
-    """Return a ratio and two times in microseconds for each figure, measured with the checkout in ``folder``."""
-    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or "mpirun"
-    environment = os.environ | {"PYTHONPATH": str(folder), "SPARSECOMM_THREADS": "1"}
-    command = [mpirun, "-n", str(ranks), sys.executable, "-c", PROGRAM, "large" if large else "small"]
-    output = subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, text=True).stdout
-    figures: dict[str, list[float]] = json.loads(output.splitlines()[-1])
-    return figures
-
-
 def main() -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the size, as a trial")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with another checkout")
-    parser.add_argument("--ranks", type=int, default=2, help="with --against (%(default)s)")
-    parser.add_argument("--times", type=int, default=5, help="turns of each checkout, with --against (%(default)s)")
-    parser.add_argument("--large", action="store_true", help="with --against, also a step of 25.6M elements")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table and a JSON file there")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write kernels.txt and kernels.json there")
     options = parser.parse_args()
-    if options.against:
-        report.show([], [compare(options)], width=140)
-        return 0
     figures = Figures()
-    if RANKS > 1:
-        exchange(figures, options.quick)
-    else:
-        selection(figures, [2_560_000] if options.quick else [25_600_000, 100_000_000])
-    if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")) == "0":
-        run = report.about("-m bench.figures", sys.argv[1:], RANKS, threads=None if RANKS > 1 else 1)
-        stem = options.write and options.write / (f"allreduce-{RANKS}" if RANKS > 1 else "kernels")
-        report.publish(stem, report.head(run), [figures.table()], run | {"rows": figures.rows}, width=170)
+    selection(figures, [2_560_000] if options.quick else [25_600_000, 100_000_000])
+    run = report.about("-m bench.figures", sys.argv[1:], threads=1)
+    stem = options.write and options.write / "kernels"
+    report.publish(stem, report.head(run), [figures.table()], run | {"rows": figures.rows}, width=170)
     return 0
 
 

@@ -170,14 +170,8 @@ def options(name: str) -> list[list[str]]:
     return rows
 
 
-def measured(file: str, name: str) -> list[list[str]]:
-    """Return the rows of a table of figures, as a benchmark wrote them."""
-    rows: list[list[str]] = json.loads((RESULTS / f"{file}.json").read_text())["pages"][name]
-    return rows
-
-
-def measured_later(file: str, name: str) -> list[list[str]] | str:
-    """Return the same, or nothing if there are no results yet."""
+def measured(file: str, name: str) -> list[list[str]] | str:
+    """Return the rows of a table of figures, as a benchmark wrote them, or nothing if there are no results yet."""
     pages = json.loads((RESULTS / f"{file}.json").read_text())["pages"] if (RESULTS / f"{file}.json").exists() else {}
     return pages.get(name, "")
 
@@ -353,19 +347,17 @@ TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     "dense_is_shorter": dense_is_shorter,
     "few_bits": few_bits,
     "gpt2": gpt2,
-    **{f"paper_{name}": partial(measured, "paper", f"paper_{name}") for name in ("throughput", "speedups", "costs")},
     **{f"options_{name}": partial(options, name) for name in COMMANDS},
     "literals": literals,
     "reducer_options": reducer_options,
     **{f"reference_{name}": partial(reference.rows, name) for name in reference.ENTRIES},
-    "slow_calls": partial(measured_later, "slow-calls", "slow_calls"),
     "slow_links_losses": slow_links_losses,
     "taken_at_1": partial(taken, 1, 1),
     "taken_at_1_nodes": partial(taken, 1, 4),
     "taken_at_25": partial(taken, 25, 1),
     "torch_versions": torch_versions,
     **{
-        f"utilisation_{name}": partial(measured_later, "utilisation", f"utilisation_{name}")
+        f"utilisation_{name}": partial(measured, "utilisation", f"utilisation_{name}")
         for name in ("local", "plan", "published", "steps")
     },
     "utilisation_maps": utilisation_maps,

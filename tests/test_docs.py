@@ -55,18 +55,22 @@ PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*|[\w.*-]+(?:/[\w.*-]+)+{SU
 MODULE = re.compile(r"(?<![\w./])(?:sparsecomm|tests|bench|docs)(?:\.\w+)+")
 NOT_OURS = {
     *("device_message.py", "script.py", "sgd.py", "sparse_tiny.py", "train.py", "train_tiny.py"),  # made by readers
-    *("tests/test_scheduler.py", "scripts/icdcs2019/communication.py"),  # of Accelerate, and of a paper's authors
+    "tests/test_scheduler.py",  # of Accelerate
     "sparsecomm/profile.json",  # in the user's cache
 }
 
 
 def missing_files(text: str, folder: Path = ROOT) -> list[str]:
-    """Return the files and modules that are named in backticks and do not exist. In a path, ``*`` is a wildcard."""
+    """Return the files and modules that are named in backticks and do not exist. In a path, ``*`` is a wildcard.
+
+    Commands such as ``python -m bench.model`` count everywhere.
+    """
     codes = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
     words = {word.strip(",;:()") for code in codes for word in code.split()} - NOT_OURS
     paths = [word for word in words if PATH.fullmatch(word) and "NAME" not in word]
     missing = [path for path in paths if not file_exists(path, folder)]
-    return missing + [name for code in codes for name in MODULE.findall(code) if not module_exists(name)]
+    named = [name for code in codes for name in MODULE.findall(code)] + re.findall(r"-m (bench(?:\.\w+)+)", text)
+    return missing + [name for name in named if not module_exists(name)]
 
 
 def file_exists(path: str, folder: Path) -> bool:
@@ -90,6 +94,16 @@ def test_files_and_modules_that_are_named_exist() -> None:
     sources = [file for file in FILES if file.suffix in SOURCES and file.name != "CHANGELOG.md"]
     missing = {str(file): missing_files(file.read_text(), file.parent) for file in sources}
     assert {file: names for file, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize("heading", ["A call", "A step"])
+def test_drawings_of_the_architecture_name_files_that_exist(heading: str) -> None:
+    """A line has files of one folder before two spaces, as in ``|- tensors/interop, _dlpack    x becomes a Tensor``."""
+    section = (ROOT / "docs" / "internals" / "architecture.md").read_text().split(f"## {heading}\n")[1]
+    for line in section.split("```")[1].strip().splitlines():
+        folder, _, names = re.split(r"\s{2,}", line.lstrip(" |`-"))[0].rpartition("/")
+        for name in names.split(","):
+            assert any((ROOT / "sparsecomm" / folder).glob(f"{name.strip()}.py*")), line
 
 
 def test_the_glossary_names_the_right_files() -> None:

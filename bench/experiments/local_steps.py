@@ -212,7 +212,8 @@ def plot_choices(groups: Groups, title: str, path: Path) -> None:
     for setting, seeds in groups.items():
         nbytes = setting.steps // setting.sync_every * cost_of(setting).nbytes
         point = float(nbytes), fmean(outcome["loss"] for outcome in seeds.values()), setting.sync_every
-        lines.setdefault(replace(setting, outer=1.0, momentum=0.0).name, []).append(point)
+        same = replace(setting, outer=1.0, momentum=0.0) if setting.method == "dense" else setting
+        lines.setdefault(same.name, []).append(point)
     labels = []
     for name, points in lines.items():
         if len(points) > 2:

@@ -44,7 +44,6 @@ class Samples:
 class Task:
     """A model, its data and its hyper-parameters, the same for dense and for sparse gradients."""
 
-    title: str
     build: Callable[[], nn.Module]  # returns a model with random weights
     data: Callable[[], tuple[Samples, Samples]]  # returns the training samples and the held-out samples
     batch: int  # samples per step of all ranks
@@ -232,32 +231,21 @@ def source_words() -> tuple[Samples, Samples]:
     return samples.take(number < ends), samples.take((number > ends) & (number % 5 == 0))
 
 
-# By name: title, build, data, batch, steps, rate, clip, masking, some, score.
+# By name: build, data, batch, steps, rate, clip, masking, some, score.
 TASKS = {
-    "digits": Task(
-        "convolutional network on digits", Convolutional, digits, 64, 2000, 0.1, None, True, 599, "accuracy"
-    ),
-    "text": Task(
-        "LSTM on characters of English text",
-        lambda: Characters(len(set(text()))),
-        *(characters, 32, 900, 8.0, 0.25, True, 128, "loss"),
-    ),
+    "digits": Task(Convolutional, digits, 64, 2000, 0.1, None, True, 599, "accuracy"),
+    "text": Task(lambda: Characters(len(set(text()))), *(characters, 32, 900, 8.0, 0.25, True, 128, "loss")),
 }
 TRANSFORMERS = {  # for AdamW
     "transformer": Task(
-        "transformer on characters of English text",
-        lambda: Transformer(len(set(text())), 64, 3, 4),
-        *(characters, 32, 900, 0.006, 1.0, False, 128, "loss"),
+        lambda: Transformer(len(set(text())), 64, 3, 4), *(characters, 32, 900, 0.006, 1.0, False, 128, "loss")
     ),
     "transformer-2m": Task(
-        "larger transformer on characters of Python sources",
         lambda: Transformer(len(set("".join(sources()))), 192, 5, 6),
         *(source_characters, 32, 3000, 0.002, 1.0, False, 128, "loss"),
     ),
     "transformer-10m": Task(
-        "transformer of 12M weights on words of Python sources",
-        lambda: Transformer(WORDS, 512, 3, 8, tied=True),
-        *(source_words, 4, 2000, 0.001, 1.0, False, 128, "loss"),
+        lambda: Transformer(WORDS, 512, 3, 8, tied=True), *(source_words, 4, 2000, 0.001, 1.0, False, 128, "loss")
     ),
 }
 

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,24 +116,20 @@ def cells(network: Network, methods: Sequence[str], every: Sequence[int]) -> Ite
 ROOT = Path(__file__).parents[2]
 
 
-def run(
-    network: Network, P: int, command: Sequence[str], link: Path | None = None, more: Mapping[str, str] | None = None
-) -> int:
+def run(network: Network, P: int, command: Sequence[str], link: Path) -> int:
     """Run Python with ``command`` on P ranks, one behind each link; return the exit status.
 
     Args:
-        network: `grid.HERE` for processes of this machine, without links.
+        network: `HERE` for processes of this machine, without links.
         link: the file to which the measurement of the links is written.
-        more: variables that are added to the environment.
     """
     environment = {"SPARSECOMM_THREADS": "1", "OMP_NUM_THREADS": "1", "SPARSECOMM_TIMEOUT": "600", **os.environ}
-    environment |= more or {}
     if network == HERE:
         return _here(P, command, environment)
     options = ["--ranks", str(P), "--launcher", "torchrun", "--rate", f"{network.rate / 1e6:g}mbit"]
     options += ["--rtt", f"{1e3 * network.rtt:g}ms"] if network.rtt else []
     options += ["--loss", f"{100 * network.loss:g}%"] if network.loss else []
-    options += ["--link-json", str(link)] if link else []
+    options += ["--link-json", str(link)]
     start = [sys.executable, "-m", "bench.slow_network", "run", *options, "--", sys.executable, *command]
     return subprocess.run(start, env=environment, cwd=ROOT, check=False).returncode
 

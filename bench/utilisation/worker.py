@@ -5,8 +5,6 @@
 The environment has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun. Rank 0 writes a line for each cell
 of the plan as soon as it is measured. The ranks share the machine's clock, so they start at a common moment, and times
 contain no barrier.
-
-The module imports nothing from `bench`, so it can measure any checkout of the library on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from sparsecomm import transport
-from sparsecomm.torch import SparseAdamW
 
 SPREAD = 8  # a step changes one of at least 8 parts of the parameters
 LIMIT = timedelta(minutes=30)
@@ -128,9 +124,7 @@ class PerStep:
         self._training, self._steps, self._sum = training, 0, 0
         self._gradients = training.gradients
         self._means = {name: np.empty_like(gradient) for name, gradient in self._gradients.items()}
-        self._reducer = sc.Reducer(
-            self._gradients, cell["density"], **{"algorithm": "fastest", **cell.get("options", {})}
-        )
+        self._reducer = sc.Reducer(self._gradients, cell["density"], algorithm="fastest")
 
     def warm_up(self) -> None:
         for _ in range(2):  # buckets are filled anew after the first
@@ -149,54 +143,10 @@ class PerStep:
         return checksum, _counted([self._reducer], self._steps)
 
 
-class Single:
-    """A sum of one gradient, with a residual and a dense result."""
-
-    def __init__(self, training: Training, cell: Cell) -> None:
-        self._gradient, self._density, self._options = training.change, cell["density"], cell["options"]
-        self._residual, self._sum = np.zeros_like(self._gradient), np.empty_like(self._gradient)
-
-    def warm_up(self) -> None:
-        for _ in range(2):  # a first call may measure links
-            self.step()
-
-    def step(self) -> None:
-        residual, out = self._residual, self._sum
-        sc.sparse_allreduce(self._gradient, self._density, residual=residual, out=out, **self._options)
-
-    def outcome(self) -> tuple[int, Cell]:
-        return zlib.crc32(self._sum.data), {}
-
-
-class AdamW:
-    """A step of PyTorch's `SparseAdamW`, with its defaults or with the options of the cell."""
-
-    def __init__(self, training: Training, cell: Cell) -> None:
-        self._parameters = {
-            name: torch.nn.Parameter(torch.from_numpy(gradient.copy())) for name, gradient in training.gradients.items()
-        }
-        for parameter, gradient in zip(self._parameters.values(), training.gradients.values(), strict=True):
-            parameter.grad = torch.from_numpy(gradient)
-            dist.broadcast(parameter.data, 0)
-        self._optimizer = SparseAdamW(self._parameters.items(), lr=1e-3, **cell.get("options", {}))
-
-    def warm_up(self) -> None:
-        for _ in range(6):  # from then on, steps take equally long
-            self.step()
-
-    def step(self) -> None:
-        self._optimizer.step()
-
-    def outcome(self) -> tuple[int, Cell]:
-        return 0, {}
-
-
-METHODS: dict[str, Callable[[Training, Cell], Dense | Local | PerStep | Single | AdamW]] = {
+METHODS: dict[str, Callable[[Training, Cell], Dense | Local | PerStep]] = {
     "dense": Dense,
     "local": Local,
     "per-step": PerStep,
-    "single": Single,
-    "adamw": AdamW,
 }
 
 
@@ -205,7 +155,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
     for cell in plan["cells"]:
-        row = timed(plan, cell) if "times" in cell else measured(plan, cell)
+        row = measured(plan, cell)
         if dist.get_rank() == 0:
             with Path(sys.argv[2]).open("a") as file:
                 file.write(json.dumps(cell | row) + "\n")
@@ -254,32 +204,6 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
     }
 
 
-def timed(plan: dict[str, Any], cell: Cell) -> Cell:
-    """Time single exchanges, from the common start of all ranks until the last rank ends. Collective.
-
-    Between two exchanges, connections are idle until the next common start.
-    """
-    training = Training(plan["shapes"], dist.get_rank(), 0.0)
-    every_time, sent = [], 0
-    method = None if cell["kind"] == "first" else METHODS[cell["kind"]](training, cell | {"H": 1})
-    if method is not None:
-        method.warm_up()
-    for _ in range(cell["times"]):
-        group = dist.new_group(backend="gloo") if method is None else None
-        training.flat -= 1e-3 * training.change
-        begin = begin_together(plan["ahead"])
-        before = transport.transport_of(group).counters.bytes_sent if method is not None else 0
-        if method is None:
-            sc.sparse_allreduce(training.change, cell["density"], comm=group)
-        else:
-            method.step()
-        end = torch.tensor([time.monotonic()], dtype=torch.float64)
-        dist.all_reduce(end, dist.ReduceOp.MAX)
-        every_time.append(float(end) - begin)
-        sent = transport.transport_of(group).counters.bytes_sent - before
-    return {"seconds": every_time, "sent": sent}
-
-
 def agreed(value: int) -> int:
     """Return the value of rank 0."""
     shared = torch.tensor([value])
@@ -287,12 +211,11 @@ def agreed(value: int) -> int:
     return int(shared)
 
 
-def begin_together(ahead: float) -> float:
-    """Wait until a common moment, ``ahead`` seconds from now on rank 0, and return this moment. Collective."""
+def begin_together(ahead: float) -> None:
+    """Wait until a common moment, ``ahead`` seconds from now on rank 0. Collective."""
     moment = torch.tensor([time.monotonic() + ahead], dtype=torch.float64)
     dist.broadcast(moment, 0)
     time.sleep(max(0.0, float(moment) - time.monotonic()))
-    return float(moment)
 
 
 def _counted(reducers: Any, rounds: int) -> Cell:

@@ -1,4 +1,4 @@
-"""Bar charts of the start pages, from results that benchmarks recorded in bench/results."""
+"""Bar charts of results that benchmarks recorded in bench/results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from docs.drawings.svg import Canvas
 from sparsecomm.quantities import number_text
 
-__all__ = ["bits_per_change", "selection_on_a_gpu", "step_of_adamw"]
+__all__ = ["bits_per_change", "comparison", "selection_on_a_gpu", "step_of_adamw", "step_with_ddp"]
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _LABELS, _LENGTH, _ROW = 210, 290, 30  # pixels
@@ -26,6 +26,21 @@ def step_of_adamw() -> str:
         ("SparseAdamW, overlap=True", milliseconds["SparseAdamW, overlap, over gloo"], "whole"),
     ]
     return _bars("Step of 11.5M weights on 4 ranks, links of 1 Gb/s", rows, "ms")
+
+
+def step_with_ddp() -> str:
+    """Draw the times of a training step with DDP: `python -m bench.training ddp`."""
+    milliseconds = {name: times[1] for name, times in _read("training-ddp-4-1gbit")["ddp"]["ms"].items()}
+    kinds = {"computation alone": "box", "gloo, dense": "part", "gloo, float16": "part"}
+    rows = [(name, time, kinds.get(name, "whole")) for name, time in milliseconds.items()]
+    return _bars("Step of 11.5M weights with DDP on 4 ranks, links of 1 Gb/s", rows, "ms")
+
+
+def comparison() -> str:
+    """Draw the times of whole sums by each algorithm and each baseline: `python -m bench.compare`."""
+    results = sorted(_read("slow-8-1gbit")["times"], key=lambda row: row["step_ms"])
+    rows = [(row["name"], row["step_ms"], "whole" if row["ours"] else "part") for row in results]
+    return _bars("Sum of 25.6M elements on 8 ranks, density 0.001, links of 1 Gb/s", rows, "ms")
 
 
 def selection_on_a_gpu() -> str:

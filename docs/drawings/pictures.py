@@ -155,6 +155,8 @@ PICTURES: dict[str, Callable[[], str]] = {
 } | {"overview": overview.draw, "worked-example": example.draw, "run": run.draw}
 PICTURES |= {
     "bits-per-change": bars.bits_per_change,
+    "comparison": bars.comparison,
     "selection-on-a-gpu": bars.selection_on_a_gpu,
     "step-of-adamw": bars.step_of_adamw,
+    "step-with-ddp": bars.step_with_ddp,
 }

@@ -133,7 +133,7 @@ def decide(query: CostQuery, costs: Costs) -> Candidate:
 
 _EXTRA = 0.25  # extra cost of an element in a small bucket, relative to the largest bucket
 _BUCKETS = [1 << j for j in range(18, 29)]  # elements: 1 MiB to 1 GiB of float32
-_STEP_ON_GPU = 2.5e-4  # seconds of the host for a bucket's work outside of its call: python -m bench.gpu_host
+_STEP_ON_GPU = 2.5e-4  # seconds of the host for a bucket's work outside of its call, an estimate
 
 
 def bucket_bytes(

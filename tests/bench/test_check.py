@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,26 @@ def test_slower_ratios_are_named(ratios: dict[str, list[float]], capsys: pytest.
     said = capsys.readouterr().out
     assert "SLOWER  calls / baseline: 1.200 (recorded 1.000, bound 1.150)" in said
     assert "SLOWER  counts / baseline: 1.030 (recorded 1.000, bound 1.020)" in said
+
+
+def test_recording_a_group_keeps_the_records_of_the_others(ratios: dict[str, list[float]]) -> None:
+    before = json.loads(check.FILE.read_text())
+    ratios["calls"] += [2.0] * check.RECORDED_TURNS
+    assert check.main(["--record", "calls"]) == 0
+    after = json.loads(check.FILE.read_text())
+    assert after["counts"] == before["counts"]
+    assert after["calls"]["ratios"] == {"calls / baseline": [2.0] * check.RECORDED_TURNS}
+    commands = [after[group]["run"]["command"] for group in ("calls", "counts")]
+    assert commands == ["python -m bench.check --record calls", "python -m bench.check --record calls counts"]
+
+
+def test_a_group_without_a_record_is_named(
+    ratios: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(check.GROUPS, "step", lambda: {"step / baseline": 1.0})
+    with pytest.raises(SystemExit):
+        check.main(["calls", "step"])
+    assert "no ratios of step; record them with --record step" in capsys.readouterr().err
 
 
 def test_noise_passes(ratios: dict[str, list[float]]) -> None:

@@ -1,4 +1,4 @@
-"""The experiments: models learn, NumPy's rules agree with the library, and tables show the results in the files."""
+"""The experiments: models learn, and tables show the results in the files."""
 
 from __future__ import annotations
 
@@ -13,22 +13,15 @@ import pytest
 from tests.examples.conftest import Run
 from tests.processes import ROOT, mpirun, needs_survivors, run_python
 
-IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress", "sparsecomm"
+IMPORTS = "torch", "sklearn.model_selection", "rich.progress", "sparsecomm"
 CONVERGENCE = "-m", "bench.experiments.convergence"
 GRID = ["--seeds", "2", "--steps", "30", "--densities", "0.1", "--methods", "dense", "butterfly"]
 # The largest final loss, as a fraction of the loss after the first step. The digits begin slowly.
 LEARNT = {"digits": 0.995, "text": 0.72}
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
-for needed in ("torch", "sklearn", "rich", "greenlet", "matplotlib"):
+for needed in ("torch", "sklearn", "rich", "greenlet"):
     pytest.importorskip(needed)
-
-
-def ran(forks: Run, program: str) -> str:
-    """Return the output of a program that imports the experiments."""
-    status, said = forks("-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}")
-    assert status == 0, said
-    return said
 
 
 def rows(text: str) -> list[list[str]]:
@@ -36,7 +29,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
 
 
-def test_sparse_runs_learn_and_tables_and_a_plot_show_them(forks: Run, tmp_path: Path) -> None:
+def test_sparse_runs_learn_and_tables_show_them(forks: Run, tmp_path: Path) -> None:
     status, said = forks(*CONVERGENCE, "--simulated", 2, *GRID, "--out", tmp_path / "all")
     assert status == 0, said
     names = "model", "ranks", "method", "density", "seed"
@@ -58,68 +51,9 @@ def test_sparse_runs_learn_and_tables_and_a_plot_show_them(forks: Run, tmp_path:
         scores = [curves[model, int(P), method, float(density), seed][kind] for seed in range(int(seeds))]
         expected = [np.mean(scores), min(scores), max(scores)]
         assert list(map(float, re.findall(r"[\d.]+", score))) == pytest.approx(expected, abs=0.06)
-    assert (tmp_path / "all-bytes-2.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     status, said = forks(*CONVERGENCE, "--report", tmp_path / "all.json", "--out", tmp_path / "again")
     assert status == 0, said
     assert rows((tmp_path / "again.txt").read_text()) == rows((tmp_path / "all.txt").read_text())
-
-
-def test_the_rules_of_error_feedback_agree_with_the_library(forks: Run) -> None:
-    """The losses of 20 steps agree, except for the rounding order of sums."""
-    program = """
-from bench.experiments.ablation import Variant, train
-from bench.experiments.convergence.training import Setting, simulate
-for model, method, algorithm in (("digits", "butterfly", "butterfly"), ("digits", "split", "split"),
-                                ("digits", "topk", "allgather"), ("text", "split", "split")):
-    plain = train(Variant(model=model, ranks=4, method=method, density=0.01, steps=20, momentum=0.5, decay=0.9))
-    library = simulate(Setting(model, 4, algorithm, 0.01, 0, 20, 0.5, decay=0.9))
-    print(plain["loss"], library.loss)
-"""
-    pairs = [tuple(map(float, line.split())) for line in ran(forks, program).splitlines()]
-    assert len(pairs) == 4
-    for plain, library in pairs:
-        assert plain == pytest.approx(library, rel=3e-5)  # another masking would give another loss
-
-
-def test_the_rules_of_local_steps_agree_with_the_library(forks: Run) -> None:
-    """Means and residuals of some rounds agree, except for the rounding order of sums."""
-    program = """
-import numpy as np
-from bench.experiments.local_steps_rules import CHUNK, Ranks, Rule
-import sparsecomm as sc
-from sparsecomm.transport import simulated
-
-P, ROUNDS, SIZES = 4, 3, {"a": 5000, "small": 300, "b": 9000}
-deltas = np.random.default_rng(0).standard_normal((ROUNDS, P, sum(SIZES.values())), np.float32)
-ends = np.cumsum([0, *SIZES.values()])
-
-for method in ("dense", "allgather", "split"):
-    for op in ("mean", "contributors"):
-        ranks = Ranks(Rule(ranks=P, method=method, bits=32, op=op), list(SIZES.values()))
-        plain = [ranks.step(delta) for delta in deltas]
-
-        def program(comm):
-            local = sc.LocalSteps(
-                {name: np.zeros(size, np.float32) for name, size in SIZES.items()}, comm=comm, algorithm=method,
-                sync_every=1, wire="packed" if method != "dense" else "auto", bucket_bytes=1 << 30,
-                decay=1.0 if method == "dense" else 0.95, density=1.0 if method == "dense" else 64 / CHUNK,
-                op="mean" if op == "mean" or method == "dense" else "mean_of_contributors",
-            )
-            means = []
-            for delta in deltas[:, comm.rank]:
-                before = {name: array.copy() for name, array in local.global_parameters().items()}
-                moved = {name: before[name] - delta[b:e] for name, b, e in zip(SIZES, ends, ends[1:])}
-                local.step(moved)
-                means.append(np.concatenate([before[name] - moved[name] for name in SIZES]))
-            return means
-
-        for result in simulated.run(P, program):
-            for expected, mean in zip(plain, result.value):
-                np.testing.assert_allclose(mean, expected, atol=2e-6)
-                assert np.count_nonzero(expected) > 300
-print("alike")
-"""
-    assert ran(forks, program).strip() == "alike"
 
 
 def test_local_steps_by_speed() -> None:

@@ -2,7 +2,7 @@
 
     python -m bench.experiments.convergence --simulated 4 8 --jobs 2
     python -m bench.experiments.convergence --simulated 8 --densities --equal-bytes 0.01 --momentum 0.9 0
-    python -m bench.experiments.convergence --report a.json b.json         # only the tables and the plots
+    python -m bench.experiments.convergence --report a.json b.json         # only the tables
 
 A convolutional network learns handwritten digits, and an LSTM learns English text (`bench.experiments.tasks`), each
 with dense gradients, by Top-k, and by gTop-k in several ways, from the same weights, on the same batches, for the same
@@ -12,14 +12,13 @@ ICDCS 2019).
 
 The same density means different traffic for different methods: Top-k applies up to P d n entries per step, gTop-k d n.
 With --equal-bytes each method gets the density at which it sends as many bytes per step as Top-k at D. All combinations
-of options with several values are trained, and the tables and plots show each method at its best.
+of options with several values are trained, and the tables show each method at its best.
 
 Simulated ranks also count the seconds of communication on a network of 1 Gb/s, for a model of 25.6 million weights with
 the same densities, without computation and selection.
 
-The command writes OUT.json with every curve, OUT.txt with the tables, and for each number of ranks P the plot
-OUT-bytes-P.png of scores against bytes and seconds. Trainings in OUT.json are not repeated, so you can continue an
-interrupted run, and combine runs with different ranks in one table.
+The command writes OUT.json with every curve, and OUT.txt with the tables. Trainings in OUT.json are not repeated, so
+you can continue an interrupted run, and combine runs with different ranks in one table.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from rich.console import Console
 
 from bench import report
 from bench.experiments.convergence import training
-from bench.experiments.convergence.plots import plot_costs
 from bench.experiments.convergence.results import Results, Training
 from bench.experiments.convergence.tables import tables
 from bench.experiments.convergence.training import METHODS, Setting, equal_density
@@ -50,10 +48,10 @@ USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__, prog="python -m bench.experiments.convergence")
-    add, known = parser.add_argument, [name for name, (_, arguments) in METHODS.items() if arguments is not None]
+    add = parser.add_argument
     density, count = types.number(1e-12, 1 - 1e-12, "a number between 0 and 1"), types.count
     add("--models", nargs="+", choices=TASKS, default=list(TASKS))
-    add("--methods", nargs="+", choices=known, default=list(USUAL))
+    add("--methods", nargs="+", choices=METHODS, default=list(USUAL))
     add("--densities", nargs="*", type=density, default=[0.01, 0.001], help="after the warm-up")
     add("--equal-bytes", nargs="+", type=density, default=[], metavar="D", help="the bytes per step of Top-k at D")
     add("--seeds", type=count, default=3, help="number of seeds, of weights and batches (3)")
@@ -119,7 +117,7 @@ def settings(options: argparse.Namespace, note: Callable[[str], None]) -> list[S
 
 
 def finish(results: Results, out: str, console: Console) -> None:
-    """Write the results, the tables and the plots."""
+    """Write the results and the tables."""
     results.write(Path(f"{out}.json"))
     all_tables = tables(results)
     console.print(*all_tables, sep="\n")
@@ -128,11 +126,7 @@ def finish(results: Results, out: str, console: Console) -> None:
             versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
             file.write(f"{run['command']}\n  on {run['machine']}; {versions}\n")
         Console(file=file, width=TABLE_WIDTH).print(*all_tables, sep="\n")
-    written = [f"{out}.json", f"{out}.txt"]
-    for P in sorted({setting.ranks for setting in results.trainings} - {1}):  # one rank sends nothing
-        written.append(f"{out}-bytes-{P}.png")
-        plot_costs(results, P, Path(written[-1]))
-    console.print(f"written: {', '.join(written)}", soft_wrap=True)
+    console.print(f"written: {out}.json, {out}.txt", soft_wrap=True)
 
 
 def main() -> None:

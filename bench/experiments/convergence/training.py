@@ -23,15 +23,14 @@ from sparsecomm.transport.base import Bytes
 from sparsecomm.transport.simulated import SimulatedTransport
 from sparsecomm.wire import HEADER_BYTES
 
-# Methods: the name in the table, and arguments of `sparsecomm.Reducer`; None: only in earlier results.
-METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
+# Methods: the name in the table, and arguments of `sparsecomm.Reducer`.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Dense", {"algorithm": "dense", "momentum": 0.0, "clip": None}),
     "allgather": ("Top-k", {"algorithm": "allgather"}),
     "tree": ("gTop-k, tree", {"algorithm": "tree"}),
     "butterfly": ("gTop-k, butterfly", {"algorithm": "butterfly"}),
     "split": ("gTop-k, split", {"algorithm": "split"}),
     "double": ("gTop-k, double", {"algorithm": "double"}),
-    "butterfly-complete": ("gTop-k, complete", None),
 }
 
 MOMENTUM = 0.9
@@ -118,7 +117,7 @@ def train(setting: Setting, transport: SimulatedTransport, factor: int) -> Curve
     task, model, parameters, held_out = trainer.task, trainer.model, trainer.parameters, trainer.held_out
     some = Samples(held_out.inputs[: task.some], held_out.targets[: task.some])
     dense = setting.method == "dense"
-    arguments = {"momentum": setting.momentum, "clip": task.clip} | (METHODS[setting.method][1] or {})
+    arguments = {"momentum": setting.momentum, "clip": task.clip} | METHODS[setting.method][1]
     if setting.decay != 1.0:
         arguments["decay"] = setting.decay
     reducer = sc.Reducer(
@@ -249,7 +248,7 @@ def _rounded(k: int) -> int:
 @cache
 def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
     """Return the bytes of the rank that sends most."""
-    algorithm = (METHODS[method][1] or {}).get("algorithm", "auto")
+    algorithm = METHODS[method][1]["algorithm"]
 
     def program(transport: Transport) -> None:
         residual = np.zeros(n, np.float32)
