@@ -96,16 +96,6 @@ def test_files_and_modules_that_are_named_exist() -> None:
     assert {file: names for file, names in missing.items() if names} == {}
 
 
-@pytest.mark.parametrize("heading", ["A call", "A step"])
-def test_drawings_of_the_architecture_name_files_that_exist(heading: str) -> None:
-    """A line has files of one folder before two spaces, as in ``|- tensors/interop, _dlpack    x becomes a Tensor``."""
-    section = (ROOT / "docs" / "internals" / "architecture.md").read_text().split(f"## {heading}\n")[1]
-    for line in section.split("```")[1].strip().splitlines():
-        folder, _, names = re.split(r"\s{2,}", line.lstrip(" |`-"))[0].rpartition("/")
-        for name in names.split(","):
-            assert any((ROOT / "sparsecomm" / folder).glob(f"{name.strip()}.py*")), line
-
-
 def test_the_glossary_names_the_right_files() -> None:
     """For "`name` in `file`", the file contains the name."""
     entries = re.findall(r"`([\w.]+)` in\s+`([\w/]+\.\w+)`", (ROOT / "docs" / "glossary.md").read_text())
