@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sparsecomm.signals import Opened, PollingLock, acquire, deferred, poll, state
+from sparsecomm.signals import deferred, poll, state
 
 SIGNAL = signal.SIGUSR1
 
@@ -88,44 +88,6 @@ def test_a_wait_that_polls_is_interrupted() -> None:
     assert steps == ["noted", "cleaned", "to the end"]
 
 
-def test_a_lock_that_another_thread_holds() -> None:
-    lock, polling = threading.Lock(), PollingLock()
-    lock.acquire()
-    assert not acquire(lock, 0.01)
-    assert not acquire(lock, 0.0)
-    timer = threading.Timer(0.02, lambda: signal.pthread_kill(threading.main_thread().ident, SIGNAL))
-    timer.start()
-    with pytest.raises(InterruptError):
-        deferred(acquire)(lock)
-    timer.join()
-    lock.release()
-    assert acquire(lock)
-    with polling, polling:
-        pass
-
-
-def test_code_that_may_be_interrupted_anywhere(handler: Callable[..., None]) -> None:
-    steps = []
-
-    @deferred
-    def call() -> None:
-        try:
-            with Opened():
-                assert signal.getsignal(SIGNAL) is handler
-                signal.raise_signal(SIGNAL)
-        except InterruptError:
-            steps.append("interrupted")
-        signal.raise_signal(SIGNAL)
-        steps.append("noted")
-        with Opened():  # the noted signal is handled here
-            steps.append("never")
-
-    with pytest.raises(InterruptError):
-        call()
-    assert steps == ["interrupted", "noted"]
-    assert signal.getsignal(SIGNAL) is handler
-
-
 def test_a_handler_that_is_set_within_stays_and_may_call_the_one_before() -> None:
     seen: list[str] = []
     signal.signal(SIGNAL, lambda *_: seen.append("first"))
@@ -144,26 +106,6 @@ def test_a_handler_that_is_set_within_stays_and_may_call_the_one_before() -> Non
     deferred(lambda: signal.raise_signal(SIGNAL))()
     signal.raise_signal(SIGNAL)
     assert seen == ["second", "first"] * 2
-
-
-def test_a_handler_that_sets_another_one_leaves_the_gate_closed() -> None:
-    steps = []
-
-    def second(number: int, frame: object) -> None:
-        raise InterruptError
-
-    @deferred
-    def call() -> None:
-        signal.raise_signal(SIGNAL)
-        poll()
-        signal.raise_signal(SIGNAL)
-        steps.append("to the end")
-
-    signal.signal(SIGNAL, lambda *_: signal.signal(SIGNAL, second))
-    with pytest.raises(InterruptError):
-        call()
-    assert steps == ["to the end"]
-    assert signal.getsignal(SIGNAL) is second
 
 
 def test_handlers_of_c_code_stay() -> None:
@@ -211,32 +153,3 @@ def call():
 sys.exit(call())
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-def test_errors_pass_and_public_methods_of_a_class_are_gated() -> None:
-    @deferred
-    class Object:
-        def __init__(self) -> None:
-            self.made = state()[0]
-
-        def method(self) -> bool:
-            """Say whether."""
-            return state()[0] and self._private()
-
-        def _private(self) -> bool:
-            return state()[0]
-
-        @property
-        def value(self) -> bool:
-            return state()[0]
-
-        @staticmethod
-        def fails() -> None:
-            raise ValueError
-
-    one = Object()
-    assert [one.made, one.method(), one.value, one._private()] == [True, True, False, False]
-    assert Object.method.__doc__ == "Say whether."
-    with pytest.raises(ValueError):
-        deferred(Object.fails)()
-    assert not state()[0]

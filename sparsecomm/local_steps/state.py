@@ -80,19 +80,9 @@ def _reducers(old: list[StateDict], rank: int, size: int) -> list[StateDict]:
     return [REDUCER.reshard(states, rank, size) for states in by_fragment]
 
 
-def _from_version_3(state: Mapping[str, Any]) -> StateDict:
-    """Convert a state of version 3, whose "late" has another meaning, to version 4."""
-    if state.get("late"):
-        raise InvalidInputError(
-            "state: an earlier version of sparsecomm saved it while this rank was late for an exchange; load it with "
-            "that version, or start from the global parameters"
-        )
-    return {**state, "late": [], "unsent": [], "mixed": {}}
-
-
 LOCAL_STEPS = Schema(
     "LocalSteps",
-    4,
+    1,
     {
         "sync_every": common("at least 1", is_positive),
         "fragment_sync_delay": common("a number below sync_every", _is_below_sync_every),
@@ -124,7 +114,6 @@ LOCAL_STEPS = Schema(
         "mixed": per_rank("checksums by name", _are_mixed, lambda *_: {}),
     },
     "start from the global parameters",
-    _from_version_3,
 )
 
 

@@ -391,14 +391,12 @@ class LazyAdamW:
         return None if last is self.done or not self._outcomes else last
 
     def load(self, saved: Mapping[str, SavedMoments]) -> None:
-        """Use the moments of a state, and its units if the reducer's state had none."""
+        """Use the moments of a state."""
         moments = {}
-        for name, (arrays, _, exponents) in saved.items():
+        for name, (arrays, _, _) in saved.items():
             with self.on_stream(name):
                 lost = arrays.compensation is not None and bool(arrays.compensation.any())
                 moments[name] = filled(self.new_moments(name, lost or self.reducer.transport.size > 1), arrays)
-                if exponents is not None:
-                    self.reducer.bucket(name).begin_units(name, exponents)
         self.adopt(moments, {name: saved_moments.step for name, saved_moments in saved.items()})
 
     @default_float_mode

@@ -169,7 +169,7 @@ class SparseAdamW:
             InvalidInputError: the state of some rank does not fit. Nothing has changed on any rank.
             SparseCommError: as `Reducer.load_state_dict`.
         """
-        adamw, rules, rank = self._adamw, self._rules(), self._reducer.transport.rank
+        adamw, rank = self._adamw, self._reducer.transport.rank
 
         def prepare(undo: object) -> Prepared:
             prepared = self._reducer.prepare_state(state, _SCHEMA)
@@ -179,14 +179,14 @@ class SparseAdamW:
                 if name not in saved:
                     raise InvalidInputError(f"state: moments lack {name!r}; expected moments of all weights or none")
                 part = prepared.buckets.by_name[name].part(name, rank)
-                moments[name] = read_moments(saved[name], spec, part, None if prepared.has_units else rules[name].eps)
-            common = {name: (saved_moments.step, saved_moments.exponents) for name, saved_moments in moments.items()}
+                moments[name] = read_moments(saved[name], spec, part)
+            steps = {name: saved_moments.step for name, saved_moments in moments.items()}
 
             def commit() -> None:
                 prepared.commit()
                 adamw.load(moments)
 
-            return Prepared({**prepared.common, "moments": common}, commit)
+            return Prepared({**prepared.common, "moments": steps}, commit)
 
         self._reducer.load_with(prepare, ["moments"])
 

@@ -71,7 +71,6 @@ def read_moments(
                     "its residuals, or for PyTorch what consolidate_state_dict() returned"
                 )
             exponents = unit_exponents(np, arrays["squares"], arrays["squares"].dtype.type(eps))
-            arrays["squares"][(arrays["last"] == 0) & (arrays["mean"] == 0)] = 0  # older versions kept the unit here
         own = slice(*part) if saved_part is None else slice(None)
         own_arrays: Any = [arrays[field][own] if field in arrays else None for field in Moments._fields]
         return SavedMoments(Moments(*own_arrays), int(step), exponents)
@@ -82,7 +81,7 @@ def _whole_moments(old: Sequence[Mapping[str, Any]], rank: int, size: int) -> di
     by_name: dict[str, Any] = {}
     slices = old[0]["slices"]
     for name, first in old[0]["moments"].items():
-        if "part" not in first:  # a resharded state, or one of an older version
+        if "part" not in first:  # a resharded state
             by_name[name] = first
             continue
         shape = np.shape(old[0]["residuals"][name]) if slices is None else slices[name]["shape"]

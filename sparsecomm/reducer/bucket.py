@@ -403,12 +403,6 @@ class Bucket:
         own = self.exponents_of[name][low - begin : high - begin]
         own[:] = from_host(exponents[low - first : high - first], own)
 
-    def begin_units(self, name: str, exponents: Array) -> None:
-        """Set all units of a tensor, and convert `unsummed`, which a state of an older version has in units."""
-        self.use_exponents(name, exponents)
-        for array in self.unsummed:
-            self.view(array, name)[:] *= units(from_host(exponents, array), array.dtype)
-
     def part_in_slice(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of the part of a tensor that is in this rank's slice."""
         begin, end = self._bounds[name]

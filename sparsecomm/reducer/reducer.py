@@ -38,13 +38,9 @@ _KEEP = 1 << 21  # bytes of scratch memory that `Reducer.release_memory` keeps a
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedState(Prepared):
-    """A state that was read, with the buckets that it needs.
-
-    ``has_units``: ``False`` if an older version saved it.
-    """
+    """A state that was read, with the buckets that it needs."""
 
     buckets: Buckets
-    has_units: bool
 
 
 @deferred
@@ -408,9 +404,7 @@ class Reducer:
                 self._connection.queue.plans.use_costs(costs)
             self._open, self.weights_checked = self._begin(fields["step"]), None
 
-        has_units = bool(fields["units"]) or fields["slices"] is not None
-        common = {key: fields[key] for key in REDUCER.keys}
-        return PreparedState(common, commit, fields, buckets=buckets, has_units=has_units)
+        return PreparedState({key: fields[key] for key in REDUCER.keys}, commit, fields, buckets=buckets)
 
     def release_memory(self) -> None:
         """Give unused scratch memory back to the system, except for about half a byte per element."""

@@ -98,7 +98,7 @@ def _are_slices(value: Any, _: object) -> bool:
 
 REDUCER = Schema(
     "Reducer",
-    4,
+    1,
     {
         # With nodes, by name: this rank's part of the tensor, the tensor's shape, and the units of the part.
         "slices": per_rank("parts of tensors by name, or None", _are_slices, lambda *_: None),
@@ -115,8 +115,6 @@ REDUCER = Schema(
         ),
     },
     "begin without it: residuals are then zero",
-    lambda state: {**state, "slices": None, "unsummed": {}},
-    lambda state: {"moments": {}, **state, "units": {}, "units_lag": False},  # moments: of optimizers
 )
 
 
@@ -156,10 +154,7 @@ def fields_of(connection: Connection, step: int) -> StateDict:
 
 
 def buckets_of(fields: Mapping[str, Any], connection: Connection) -> Buckets:
-    """Return buckets with the residuals, velocities and units of a state that `REDUCER` has read.
-
-    If an older version saved the state, it has no units, and they are zeros.
-    """
+    """Return buckets with the residuals, velocities and units of a state that `REDUCER` or an extension has read."""
     specs, momentum, slices = connection.specs, connection.settings.momentum, fields["slices"]
     parts = {name: (0, spec.size) for name, spec in specs.items()}
     if slices is not None:
@@ -173,12 +168,13 @@ def buckets_of(fields: Mapping[str, Any], connection: Connection) -> Buckets:
     contents = {}
     for name, spec in specs.items():
         exponents, units = buckets.by_name[name].exponents_of.get(name), None
-        has_units = fields["units"] if slices is None else slices[name]["units"] is not None
-        if exponents is not None and has_units:
-            saved = fields["units"].get(name) if slices is None else slices[name]["units"]
+        saved = fields["units"].get(name) if slices is None else slices[name]["units"]
+        if exponents is not None and saved is not None:
             units = _checked_units(name, saved, exponents.dtype, parts[name])
             if slices is None and not units.any():
                 units = None  # they have not begun
+        if units is None and exponents is not None and spec.size and name in fields.get("moments", ()):
+            raise InvalidInputError(f"state: it has moments of {name} and no units; {DAMAGED}")
         own = buckets.by_name[name].part_in_slice(name)
         if slices is not None and units is not None and parts[name] != own:
             raise OtherPartsError(

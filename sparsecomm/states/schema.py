@@ -45,14 +45,7 @@ class Schema:
 
     _by_name: ClassVar[dict[str, Schema]] = {}
 
-    def __init__(
-        self,
-        name: str,
-        version: int,
-        fields: Mapping[str, Field],
-        advice: str,
-        *upgrades: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, name: str, version: int, fields: Mapping[str, Field], advice: str) -> None:
         """Declare the state dict of a class.
 
         Args:
@@ -60,16 +53,15 @@ class Schema:
             fields: the fields by key, in the order in which they are read. "format", "world_size" and "rank" are added.
             version: the version of the format. Increase it when a field changes its meaning.
             advice: what the user can do with a state of another version, for the error.
-            upgrades: each converts a state to the next version: the first from version - 1, the next from version - 2.
         """
-        self.name, self._version, self._advice, self._upgrades = name, version, advice, upgrades
+        self.name, self._version, self._advice = name, version, advice
         self.format, self.fields = f"{name} {version}", dict(fields)
         self.keys = [key for key, field in fields.items() if field.common]  # of the common fields
         Schema._by_name[name] = self
 
     def extended(self, name: str, fields: Mapping[str, Field]) -> Schema:
         """Return the schema of a class whose state dict has more fields."""
-        return Schema(name, self._version, {**self.fields, **fields}, self._advice, *self._upgrades)
+        return Schema(name, self._version, {**self.fields, **fields}, self._advice)
 
     def state(self, transport: Transport, fields: Mapping[str, Any]) -> StateDict:
         return {"format": self.format, "world_size": transport.size, "rank": transport.rank, **fields}
@@ -80,11 +72,6 @@ class Schema:
         with reading("it", expected):
             if not isinstance(state, Mapping) or "format" not in state:
                 raise InvalidInputError(f"state: got {type(state).__name__}; expected {expected}")
-            older = [f"{self.name} {self._version - age}" for age in range(1, len(self._upgrades) + 1)]
-            if state["format"] in older:
-                for upgrade in self._upgrades[older.index(state["format"]) :: -1]:
-                    state = upgrade(state)
-                state = {**state, "format": self.format}
             if not isinstance(state["format"], str) or state["format"] != self.format:
                 raise InvalidInputError(
                     f"state: got format {quote(state['format'])}; this version of sparsecomm reads {self.format!r}. "

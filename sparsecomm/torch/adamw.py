@@ -422,7 +422,7 @@ class AdamWExchange(AutogradExchange):
         moments, count, exponents = read_moments(saved, spec, part, eps)
         with self.adamw.on_stream(name):
             if exponents is not None:
-                bucket.begin_units(name, exponents)
+                bucket.use_exponents(name, exponents)
             compensated = self.reducer.transport.size > 1 or moments.compensation is not None
             new = zeros(parameter, part[1] - part[0], compensated)
             unusable = {key: tensor for key, tensor in new.items() if not is_usable(entry.get(key), tensor)}
@@ -502,18 +502,12 @@ class AdamWExchange(AutogradExchange):
 
         def prepare(undo: Undo) -> Prepared:
             prepared, states, loaded = self.prepare_state(state), self.optimizer.state, dict[str, dict[str, Any]]()
-            if not prepared.has_units:  # an older version, whose moments are only in the optimizer's state
-                with prepared.buckets.on_current_stream():
-                    for name in self.reducer.names:
-                        if self._has_units(name):
-                            bucket = prepared.buckets.by_name[name]
-                            bucket.use_exponents(name, self.reducer.exponents(name), bucket.part_in_slice(name)[0])
             for name, saved in prepared.fields["moments"].items():
                 fields = {key: saved[field] for key, field in zip(FIELDS, Moments._fields, strict=True)}
                 loaded[name] = self.usable_state(self.named[name], {**fields, "step": saved["step"]}, prepared)
 
             def commit() -> None:
-                for name, parameter in self.named.items() if prepared.has_units else ():
+                for name, parameter in self.named.items():
                     states[parameter] = {**without_moments(states.get(parameter, {})), **loaded.get(name, {})}
                 prepared.commit()
 

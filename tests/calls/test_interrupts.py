@@ -1,4 +1,7 @@
-"""Interrupted calls: after an interrupt anywhere, the queue works, and no gradient is lost or counted twice."""
+"""Interrupted calls: after an interrupt anywhere, the queue works, and no gradient is lost or counted twice.
+
+For other objects see `tests/test_interrupts.py`, for several ranks `tests/stress/calls.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from sparsecomm.transport import simulated
 from tests.calls.test_queue import SECONDS, Call, new_queue
 from tests.interrupts import InterruptError, interrupted
 from tests.processes import interrupt_a_wait
-from tests.thinning import exhaustive
 
 N, K = 40, 5
 CALLS: list[dict[str, Any]] = [
@@ -27,9 +29,7 @@ CALLS: list[dict[str, Any]] = [
     {"algorithm": "split", "op": "mean"},
     {"algorithm": "tree", "wire": "packed_int8"},
     {"algorithm": "dense"},
-    {"algorithm": "ssar_split_allgather"},
     {"algorithm": "allgather", "chunk": 8, "decay": 0.5},
-    {"algorithm": "hierarchical", "decay": 0.25},
 ]
 
 
@@ -100,35 +100,6 @@ def test_an_interrupted_call_is_committed_or_rolled_back(options: dict[str, Any]
         assert outcomes["rolled back"] > 0
 
     simulated.run(1, program)
-
-
-@pytest.mark.parametrize(("P", "step"), [(2, 7), exhaustive(2, 1), exhaustive(3, 1)])
-@pytest.mark.parametrize("options", CALLS[:2], ids=lambda options: options["algorithm"])
-def test_a_call_interrupted_on_one_rank_is_committed_or_rolled_back_on_all(
-    P: int, step: int, options: dict[str, Any]
-) -> None:
-    more, last = [0], P - 1
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        rank, place = Rank(transport, False, options), 0
-        while more[0] is not None:
-            if transport.rank == last:
-                rank.interrupted_at(place)
-                place += step
-                more[0] = None if rank.interrupts == 0 else place
-                if not rank.begun:  # the other ranks are still in the call
-                    rank.call()
-            else:
-                said = ""
-                try:
-                    rank.call()
-                except sc.TransportError as error:
-                    said = str(error)
-                assert rank.state() == ("rolled back" if said else "committed")
-                assert not said or ("left call" in said and "InterruptError" in said)
-            rank.check()
-
-    simulated.run(P, program)
 
 
 # -- real errors ------------------------------------------------------------------------------------------------------

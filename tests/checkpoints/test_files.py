@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import io
 import os
 import re
 import shutil
@@ -27,6 +29,7 @@ from sparsecomm.checkpoints import files, lock
 from sparsecomm.checkpoints.lock import acquire
 from sparsecomm.states.values import to_bytes
 from sparsecomm.transport import simulated
+from tests import interrupts
 from tests.ranks import errors, run
 from tests.stress.files import Case
 
@@ -67,14 +70,14 @@ def load(module: Any, folder: Path, *, P: int = 2, own: bool = False) -> list[in
 
 def test_damaged_files_are_skipped() -> None:
     """Run a few cases of `tests/stress/files.py`."""
-    outcomes = Counter(Case(1, number).play() for number in range(40))
-    assert min(outcomes[outcome] for outcome in ("refused", "loaded the newest", "loaded an older one")) > 3, outcomes
+    outcomes = Counter(Case(1, number).play() for number in range(20))
+    assert min(outcomes[outcome] for outcome in ("refused", "loaded the newest", "loaded an older one")) > 1, outcomes
 
 
 def test_the_newest_common_checkpoint_is_found_behind_any_number_of_others(module: Any, tmp_path: Path) -> None:
     save(module, tmp_path, 1, 2, 3, own=True, keep=3)
     shutil.copytree(tmp_path / "1", tmp_path / "backup")
-    save(module, tmp_path, *range(4, 44), own=True, keep=50)
+    save(module, tmp_path, *range(4, 20), own=True, keep=50)
     shutil.rmtree(tmp_path / "1")
     (tmp_path / "backup").rename(tmp_path / "1")
     assert load(module, tmp_path, own=True) == [3, 3]
@@ -140,30 +143,6 @@ def test_numbers_in_names_of_planted_files_do_not_hide_checkpoints(
     for step in (3, 4, 5):
         save(module, tmp_path, step)
         assert load(module, tmp_path) == [step, step]
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_checkpoint_exists_once_one_rank_has_renamed_its_file(
-    own: bool, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks have written their files by then. Before the first rename, there is no checkpoint."""
-    rename = os.replace
-    dead = {1}
-
-    def replace(part: Path, path: Path) -> None:
-        if any(f"-rank{rank}-" in path.name for rank in dead):
-            raise KeyboardInterrupt
-        rename(part, path)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises((KeyboardInterrupt, sc.InvalidInputError)):
-        save(module, tmp_path, 5, own=own)
-    monkeypatch.undo()
-    assert load(module, tmp_path, own=own) == [5, 5]
-    final = next(tmp_path.rglob(f"step5-rank0-of2{suffix(module)}"))
-    final.rename(f"{final}.part")
-    folder = (lambda rank: tmp_path / str(rank)) if own else lambda rank: tmp_path
-    assert run(2, lambda transport: module.load(folder(transport.rank), {"x": None}, comm=transport)) == [None, None]
 
 
 JOB = """
@@ -287,6 +266,31 @@ def test_stateful_finds_objects_of_any_name(names: tuple[str, ...], tmp_path: Pa
     assert [again[name].step for name in names] == [1, 2]
     with pytest.raises(sc.InvalidInputError, match="has no 'other'"):
         module.Stateful(reducers[names[0]], tmp_path / "c", name="other").state_dict()
+
+
+def test_an_interrupted_save_ends_with_the_exception_of_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's writer finishes its file when it is destroyed, and would abort if that Python file were closed."""
+    torch, checkpoints = pytest.importorskip("torch"), import_module("sparsecomm.torch.checkpoints")
+    opener, written = torch.serialization._opener, []
+    monkeypatch.setattr(opener, "__enter__", lambda self: interrupt_second(self.file_like))
+
+    def interrupt_second(writer: Any) -> Any:
+        if isinstance(writer, torch._C.PyTorchFileWriter):
+            written.append(1)
+            if len(written) == 2:  # the first file tests whether all types can be loaded
+                signal.raise_signal(interrupts.SIGNAL)
+        return writer
+
+    class File(io.BytesIO):
+        def write(self, data: Any) -> int:
+            signal.raise_signal(interrupts.SIGNAL)
+            return super().write(data)
+
+    with interrupts.interrupted(), File() as file, pytest.raises(interrupts.InterruptError) as caught:
+        checkpoints.TorchFormat().dump(file, {"x": torch.zeros(9)})
+    assert len(written) == 2
+    del caught
+    gc.collect()
 
 
 def load_one(folder: Path, transport: simulated.SimulatedTransport) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, free_port, needs_mpirun, needs_survivors
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, free_port, mpirun, needs_mpirun, needs_survivors
 from tests.waiting import until
 
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
@@ -86,6 +86,23 @@ def test_lost_rank() -> None:
     assert sorted(rank for rank, _, _ in ends) == ["0", "1", "2", "3"], said
     assert len({weights for _, _, weights in ends}) == 1, said
     assert float(ends[0][1]) > 80, said
+
+
+@pytest.mark.exhaustive
+@needs_survivors
+def test_lost_worker() -> None:
+    """The exit status after a death depends on Open MPI's MPI_Finalize, and is not checked."""
+    _, said = mpirun(4, str(ROOT / "examples/lost_worker.py"), "--lose", options=("--with-ft", "ulfm"))
+    seconds = re.findall(r"^rank [012]: the survivors have lost nothing: .* comes ([\d.]+) s", said, re.MULTILINE)
+    assert len(seconds) == 3, said
+    assert max(map(float, seconds)) < 2, said
+    assert len(re.findall(r"^rank \d: 3 ranks continue with round 9; lost: rank 1", said, re.MULTILINE)) == 3, said
+    assert len(re.findall(r"^rank \d: 4 ranks continue with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
+    pattern = r"^rank \d: of 4: 24 rounds, accuracy ([\d.]+)%, global parameters (\w+); sent ([\d.]+) kB .* (\d+) kB"
+    ends = re.findall(pattern, said, re.MULTILINE)
+    assert len(ends) == 4, said
+    assert len({parameters for _, parameters, *_ in ends}) == 1, said
+    assert all(float(accuracy) > 90 and float(sent) * 50 < float(dense) for accuracy, _, sent, dense in ends), said
 
 
 @pytest.fixture

@@ -169,26 +169,6 @@ def test_a_killed_transformer_resumes_bit_for_bit(tmp_path: Path, forks: Run) ->
     assert transformer(forks, tmp_path / "dense", "--dense") != complete
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", "torch_optimizer"])
-def test_recipe_resumes_at_another_world_size(recipe: str, tmp_path: Path, forks: Run) -> None:
-    """All ranks resume, including one that has saved no checkpoint."""
-    needs("torch", "sklearn")
-    steps = {}
-    for epochs, ranks in enumerate((2, 3, 1), 1):
-        if recipe == "torch_optimizer":
-            script = str(ROOT / f"examples/{recipe}.py")
-            _, said = mpirun(ranks, script, "--epochs", str(epochs), "--folder", str(tmp_path / "run"))
-            (final,) = reports(said, ranks)
-        else:
-            final = run(forks, recipe, tmp_path / "run", epochs, ranks)
-        assert len({report.weights for report in final}) == 1
-        assert final[0].accuracy > 12 * epochs  # chance is 10
-        steps[ranks] = final[0].steps
-    assert steps[1] > steps[2] > steps[3] > 0  # of one epoch each
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [exhaustive(()), exhaustive(("--local-steps", "10"))], ids=["each step", "local steps"]

@@ -120,20 +120,6 @@ class Accelerate(Framework):
 contract(Accelerate())
 
 
-@case(kind=KINDS)
-def saves_over_another(folder: Path, kind: str) -> None:
-    training = Training(kind)
-    for step in range(3):
-        training.train(step)
-        training.accelerator.save_state(str(folder))
-    expected = residuals(training.sparse[0])
-    training.train(3)
-    training.accelerator.load_state(str(folder))
-    assert same(expected, residuals(training.sparse[0]))
-    dist.barrier()
-    assert {len(os.listdir(path)) for path in (folder / "sparsecomm").iterdir()} == {2}
-
-
 @case(kind=["adamw"])
 def names_its_folders_itself(folder: Path, kind: str) -> None:
     """With a limit of one checkpoint, older ones are removed with their residuals."""

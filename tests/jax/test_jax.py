@@ -53,6 +53,7 @@ def mixed(seed: int = 0) -> dict[str, Any]:
 # -- one array --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @JIT
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("shape", [(1000,), (10, 20, 5), (), (0, 3)])
@@ -74,6 +75,7 @@ def test_one_rank_gets_its_top_k(wrap: Any, dtype: str, shape: tuple[int, ...], 
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @JIT
 @pytest.mark.parametrize("scope", ["model", "tensor", "chunk"])
 @pytest.mark.parametrize("dense_below", [0, 1024, 10**6])

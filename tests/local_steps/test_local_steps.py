@@ -17,34 +17,6 @@ from tests.reducer.programs import bits
 TWO = (("f", "a"), ("b", "c", "d", "e"))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_what_waits_in_residuals_can_be_discarded(delay: int) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        parameters = initial()
-        local = made(transport, parameters, sync_every=2, fragments=TWO, fragment_sync_delay=delay)
-        train(local, parameters, transport.rank, 1, 3)
-
-        def waiting() -> set[str]:
-            return {name for reducer in local.reducers for name in reducer.names if reducer.residual(name).any()}
-
-        if delay:
-            with pytest.raises(sc.InvalidInputError, match="discard with an exchange in flight; call finish first"):
-                local.discard()
-            local.finish(parameters)
-        unchanged, before = waiting(), bits(local.global_parameters())
-        assert unchanged >= {"a", "b", "c", "f"}
-        with pytest.raises(sc.InvalidInputError, match=r"names: 'aa' is not one of the 6 parameters.*'a'"):
-            local.discard(["f", "aa"])
-        assert waiting() == unchanged
-        local.discard(["a", "c"])
-        assert waiting() == unchanged - {"a", "c"}
-        local.discard()
-        assert waiting() == set()
-        assert bits(local.global_parameters()) == before
-
-    run(2, program)
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -84,28 +56,6 @@ def test_ranks_that_differ_are_told_on_all_ranks_and_nothing_is_lost(uneven: boo
         return local.round
 
     assert run(3, program) == [1, 1, 1]
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("P", [2, 3])
-def test_the_error_of_an_exchange_is_what_went_wrong_first(P: int, delay: int) -> None:
-    def program(transport: simulated.SimulatedTransport) -> list[BaseException]:
-        parameters = initial()
-        raised: list[BaseException] = []
-        local = made(transport, parameters, sync_every=2, fragment_sync_delay=delay)
-        for step in range(5):
-            if step == 3 and transport.rank == 1:  # makes no further call
-                return []
-            move(parameters, transport.rank, step)
-            try:
-                local.step(parameters)
-            except sc.TransportError as error:
-                raised.append(error)
-        return raised
-
-    errors_by_rank = [errors for errors in run(P, program) if errors]
-    assert len(errors_by_rank) == P - 1
-    assert all("did not make this call" not in str(errors[0]) for errors in errors_by_rank)
 
 
 @pytest.mark.parametrize("fragments", [1, TWO])

@@ -22,13 +22,11 @@ from tests.optimizers.adapters import (
     partial_gradients,
     parts_of,
     run_on,
-    weights,
 )
 from tests.ranks import errors
 
 every_adapter = pytest.mark.parametrize("make", [OfArrays, OfTorch, OfTorchWithOverlap, OfJax])
 with_states = pytest.mark.parametrize("make", [OfArrays, OfTorch])
-RULES = [{}, {"betas": (0.5, 0.6), "maximize": True}, {"betas": (0.0, 0.95), "weight_decay": 0.0}, {"eps": 1e-3}]
 RULE: dict[str, Any] = {"density": 0.2, "lr": 0.01}
 
 
@@ -72,39 +70,6 @@ def test_weights_are_those_of_arrays(make: Any, layout: str, weight_decay: Any) 
         return ours
 
     check_equal(run_on(layout, program), layout)
-
-
-@pytest.mark.covering(2)
-@every_adapter
-@pytest.mark.parametrize("layout", ["0", "000", "0011"])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_at_density_1_it_is_adamw(make: Any, layout: str, rule: dict[str, Any]) -> None:
-    """The oracle is PyTorch's AdamW on the mean gradients. Some tensors lack gradients."""
-    torch = pytest.importorskip("torch")
-    if make is OfJax and len(layout) == 1:
-        pytest.skip("compiles slowly")
-    layout, steps = layout_of(make, layout), 100 if make is OfArrays else 20
-    P = len(layout)
-    pushed = partial(partial_gradients, P=P) if make.lacks else gradients
-    parameters = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in weights().items()}
-    theirs = torch.optim.AdamW(parameters.values(), 0.01, **rule)
-    for step in range(steps):
-        everyones = [pushed(step, rank) for rank in range(P)]
-        for name, p in parameters.items():
-            present = [g[name] for g in everyones if name in g]
-            p.grad = torch.tensor(sum(present[1:], present[0]) / np.float32(P)) if present else None
-        theirs.step()
-
-    def program(transport: simulated.SimulatedTransport) -> OfArrays:
-        optimizer: OfArrays = make(transport, density=1.0, lr=0.01, **rule)
-        for step in range(steps):
-            optimizer.step(pushed(step, transport.rank))
-        return optimizer
-
-    optimizers = run_on(layout, program)
-    check_equal(optimizers, layout)
-    for name, w in optimizers[0].weights.items():
-        np.testing.assert_allclose(w, parameters[name].detach().numpy(), rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.covering(2)
@@ -218,32 +183,3 @@ def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int
         return optimizer
 
     check_equal(run_on(other, program), other)
-
-
-@with_states
-@pytest.mark.parametrize("layout", ["00", "0011"])
-def test_a_resumed_run_takes_units_from_dense_steps(make: Any, layout: str) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        first, second = (make(transport, dense_steps=3, check_weights_every=None, **RULE) for _ in range(2))
-        for step in range(3):
-            first.step(gradients(step, transport.rank))
-        second.it.load_state_dict(first.it.state_dict())
-        for name, w in first.weights.items():
-            second.weights[name][...] = w
-        for optimizer in (first, second):
-            optimizer.step(gradients(3, transport.rank))
-        assert all(data.same_bits(second.weights[name], w) for name, w in first.weights.items())
-        assert all(data.same_bits(second.units[name], units) for name, units in first.units.items())
-
-    run_on(layout, program)
-
-
-@with_states
-@pytest.mark.parametrize("layout", ["00", "0011"])
-def test_ranks_with_other_settings_raise(make: Any, layout: str) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        make(transport, density=0.2, lr=0.01 * (1 + transport.rank)).step(gradients(0, transport.rank))
-
-    assert {type(error) for error in errors(len(layout), program, node_of_rank=[*map(int, layout)])} == {
-        sc.CollectiveMismatchError
-    }

@@ -51,6 +51,7 @@ def gradients(dtype: str, rank: int, step: int) -> dict[str, np.ndarray[Any, Any
     return {name: data.integers(N, dtype, 100 * step + 10 * rank + i) for i, name in enumerate("ab")}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("P", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.reducer.programs import SHAPES, gradients, same
 X_LONG = {"x": np.zeros(200, np.float32), "small": np.zeros(10, np.float32)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("P", [1, 2, 5, 8])
 @pytest.mark.parametrize("algorithm", sc.algorithms())
 @pytest.mark.parametrize("masking", [True, False])
@@ -69,26 +70,3 @@ def test_clipping(P: int, op: str, size: float, clip: float) -> None:
     for mine, _ in results:
         for name in SHAPES:
             np.testing.assert_allclose(mine[name], expected[name], rtol=1e-5, atol=1e-6 * size)
-
-
-def test_densities_follow_the_schedule_and_are_asked_for_before_anything_changes() -> None:
-    def schedule(step: int) -> float:
-        return [1.0, 0.5, 0.1, 7.0][step]
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer(
-            {"x": np.zeros(100, np.float32)}, schedule, comm=transport, algorithm="split", dense_below=0
-        )
-        for step in range(3):
-            mine = {"x": np.arange(1.0, 101.0, dtype=np.float32)}
-            done = reducer.reduce(mine)
-            assert done.density == schedule(step)
-            assert np.count_nonzero(mine["x"]) == 100 * schedule(step)
-        before = reducer.residual("x").copy()
-        for call in (lambda: reducer.push("x", np.ones(100, np.float32)), reducer.wait):
-            with pytest.raises(sc.InvalidInputError, match=r"returned 7\.0 for step 3"):
-                call()
-            assert not reducer.pending
-        np.testing.assert_array_equal(reducer.residual("x"), before)
-
-    run(2, program)

@@ -184,34 +184,3 @@ def test_a_step_that_is_abandoned_makes_each_call_with_its_gradients() -> None:
 
     results = [simulated.run(4, lambda t, a=a: program(t, a), node_of_rank=NODES) for a in (False, True)]
     assert [result.value for result in results[0]] == [result.value for result in results[1]]
-
-
-def test_a_state_of_other_nodes_is_added_once_although_memory_runs_out() -> None:
-    """A state of nodes is loaded without nodes, so that its residuals and velocities are all unsummed."""
-
-    def program(transport: SimulatedTransport, at: int) -> Any:
-        options = {"comm": transport, "momentum": 0.5, "algorithm": "split", "dense_below": 0}
-        before = sc.Reducer(gradients(0, SHAPES), 0.2, **options)
-        before.reduce(gradients(transport.rank, SHAPES))
-        reducer = sc.Reducer(gradients(0, SHAPES), 0.2, nodes=False, **options)
-        reducer.load_state_dict(before.state_dict())
-        failure, mine = Failure(at), gradients(10 + transport.rank, SHAPES)
-        with failure.on(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CpuBackend, "add_first", failure(CpuBackend, "add_first"))
-            for name, gradient in mine.items():
-                while not reducer.pushed(name):
-                    with contextlib.suppress(PlannedError):
-                        reducer.push(name, gradient)
-        reducer.wait()
-        state = reducer.state_dict()
-        return bits(mine), bits(state["residuals"]), bits(state["velocities"]), failure.where
-
-    def on_ranks(at: int) -> tuple[Any, str]:
-        results = [result.value for result in simulated.run(4, lambda t: program(t, at), node_of_rank=NODES)]
-        return [result[:3] for result in results], results[0][3]
-
-    at, (right, _) = 0, on_ranks(-1)
-    while (outcome := on_ranks(at))[1]:
-        assert outcome[0] == right, at
-        at += 1
-    assert at > 4

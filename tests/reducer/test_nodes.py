@@ -160,6 +160,7 @@ def test_results_are_those_of_one_rank_per_node(layout: tuple[int, int]) -> None
     check()
 
 
+@pytest.mark.covering(1)
 @every_layout
 @pytest.mark.parametrize("options", [{}, {"scope": "tensor", "decay": 1.0}, {"clip": 1e9, "wire": "packed"}], ids=str)
 def test_nothing_is_lost_if_sizes_do_not_divide(layout: tuple[int, int], options: dict[str, Any]) -> None:
@@ -183,7 +184,7 @@ def test_nothing_is_lost_if_sizes_do_not_divide(layout: tuple[int, int], options
         np.testing.assert_allclose(after[name], before[name], atol=1e-4, err_msg=name)
 
 
-@every_layout
+@pytest.mark.parametrize("layout", [(2, 2), (3, 2)])
 def test_a_node_sends_what_a_rank_alone_sends(layout: tuple[int, int]) -> None:
     shapes, (num_nodes, per_node) = {"w": (300_000,)}, layout
 
@@ -280,6 +281,7 @@ def test_workers_of_local_steps_may_be_nodes(options: dict[str, Any], density: f
         assert [*map(bits, all_outputs[0])] == [*map(bits, run(2, lambda transport: program(transport, 1), [0, 1])[0])]
 
 
+@pytest.mark.covering(1)
 @every_layout
 @pytest.mark.parametrize("density", [0.001, 0.3])
 def test_explain_says_what_a_reducer_chooses(layout: tuple[int, int], density: float) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps.defaults import auto_algorithm
 from sparsecomm.quantities import bytes_text
 from sparsecomm.transport import simulated
 from sparsecomm.transport.base import PeerTraffic
@@ -86,31 +85,6 @@ def test_set_up_is_apart_from_training() -> None:
             assert mine["bytes_received"] + mine["setup_received"] == total["bytes_received"]
         assert counts[4]["setup_sent"] == counts[2]["setup_sent"]  # no further set-up
         assert counts[0]["setup_sent"] > 5000  # includes the measurement of links
-
-
-def test_what_local_steps_take_is_what_explain_says() -> None:
-    n = 50_000
-
-    def program(transport: simulated.SimulatedTransport) -> tuple[str, dict[str, str]]:
-        parameters = {"a": np.zeros(n, np.float32), "b": np.zeros(n, np.float32)}
-        local = sc.LocalSteps(parameters, sync_every=2, fragments=2, comm=transport)
-        for _ in range(4):
-            for array in parameters.values():
-                array += np.arange(n, dtype=np.float32) % 7 + transport.rank
-            local.step(parameters)
-        options: Any = {"op": "mean_of_contributors", "wire": "packed_int2"}
-        k = 64 * (n // 4096) + 64
-        best = sc.explain(n, k, comm=transport, algorithm=auto_algorithm(2), **options).candidates[0]
-        report = lines_of(local.report())
-        assert report["set-up"].startswith(
-            f"{bytes_text(transport.counters.setup[0])} sent"
-        )  # once, not for each fragment
-        return f"{best.algorithm.name} with packed_int2 (2 buckets)", report
-
-    for best, report in run(4, program, **NETWORK):
-        assert report["this rank, per round"] == "mean of 2 rounds"
-        assert report["algorithm"] == best
-        assert report["by costs"] == MEASURED
 
 
 @pytest.mark.parametrize(("P", "knows"), [(2, True), (2, False), (40, True)])

@@ -98,8 +98,8 @@ COSTS = {"link": [1.0, 1.0, 1.0], "node": None}
 ONE = np.zeros(3)
 REDUCER = {
     "no state": Damage(lambda s: [1, 2], r"got list; expected the dictionary that Reducer\.state_dict"),
-    "an earlier format": Damage(with_(format="Reducer 1"), "version that saved it, or begin without it"),
-    "another class": Damage(with_(format="LocalSteps 4"), "version that saved it, or begin without it"),
+    "another version": Damage(with_(format="Reducer 9"), "got format 'Reducer 9'; .*saved it, or begin without it"),
+    "another class": Damage(with_(format="LocalSteps 1"), "version that saved it, or begin without it"),
     "world size": Damage(with_(world_size=7), r"world_size'. is 7, .*reshard"),
     "rank": Damage(with_(rank=0), "pass the state of rank 1"),
     "missing name": Damage(nested("residuals", lambda r: {n: a for n, a in r.items() if n != "c"}), "lacks 'c'"),
@@ -182,8 +182,8 @@ ADAMW = {
     "units of zero": Damage(
         filled("units", "bias", value=0, at=1), r"units\['bias'\]: expected exponents from 1 to 254"
     ),
-    "fewer units": Damage(removed("units", "bias"), r"units\['bias'\] are object"),
-    "no units": Damage(with_(units={}), "it has no units, and only a part of the moments"),
+    "fewer units": Damage(removed("units", "bias"), "it has moments of bias and no units"),
+    "no units": Damage(with_(units={}), "it has moments of .* and no units"),
     "lag of one rank": Damage(with_(units_lag=True), "rank 0 and rank 1 differ in units_lag"),
 }
 ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in ADAMW.items()}  # the only owner of so few weights
@@ -194,7 +194,7 @@ TORCH_ADAMW = {
     "the future": Damage(filled("state", 0, "last_step", value=99), "numbers from 0 to 3"),
     "step": Damage(lambda s: s["state"][0].update(step=_torch().tensor(3.5)) or s, "step of weight is 3.5"),
     "none of one": Damage(removed("state", 2), "differ in optimizer"),
-    "no units": Damage(nested("sparsecomm", with_(units={})), r"differ in units"),
+    "no units": Damage(nested("sparsecomm", with_(units={})), "it has moments of weight and no units"),
     "no residuals": Damage(removed("sparsecomm"), "a plain optimizer saved it"),
 }
 TORCH_ADAMW = {name: damage._replace(ranks=(0,)) for name, damage in TORCH_ADAMW.items()}
@@ -339,7 +339,7 @@ def test_reshard_refuses_states_that_do_not_belong_together() -> None:
         ([], 0, "got none"),
         (states, 2, "expected a rank from 0 to size - 1"),
         ([1], 0, "got 1; expected the values that state_dict"),
-        ([states[0], others[1], others[2]], 0, "got format 'LocalSteps 4'"),
+        ([states[0], others[1], others[2]], 0, "got format 'LocalSteps 1'"),
         ([states[0] | {"step": 9}, *states[1:]], 0, r"rank 0 and rank 1 differ in step \(9 and 1\)"),
         ([states[0] | {"velocities": {}}, *states[1:]], 0, "names or shapes"),
         ([states[0] | {"world_size": 2**60}], 0, "got 1 of"),  # without a loop over all ranks

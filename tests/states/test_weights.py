@@ -106,6 +106,7 @@ def test_different_tensors_are_refused_on_all_ranks(theirs: dict[str, Any]) -> N
         assert re.search(r"[ab] is [a-z].* on rank \d and [a-z].* on rank \d: use the same .* tensors", str(error))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("P", [1, 2, 3])
 @pytest.mark.parametrize("same", ["gradients", "all but one", "zeros", "absent", "nothing"])
 @pytest.mark.parametrize("buffers", ["equal", "different", "missing"])

@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,7 @@ def _adamw_step(number: int) -> Scene:
 
 def _local_step(number: int, delay: int = 0, **options: Any) -> Scene:
     """Local steps, one of them interrupted; `round` and `local_step` tell how to continue."""
+    begins = delay > 0 and number % 2 == 0  # an exchange, which includes more changes if it begins a step later
 
     def scene(ranks: Ranks, within: Within) -> Any:
         parameters = _zeros()
@@ -221,11 +223,11 @@ def _local_step(number: int, delay: int = 0, **options: Any) -> Scene:
             except InterruptError:
                 if 2 * steps.round + steps.local_step == i:
                     act()
-                elif not delay:
+                elif not begins:
                     steps.finish(parameters)
         weights = digest(steps.global_parameters())
         assert weights == ranks.gather(weights)[0], "global parameters differ between ranks"
-        return None if delay else (weights, digest(parameters))
+        return None if begins else (weights, digest(parameters))
 
     return scene
 
@@ -329,6 +331,39 @@ def _torch_step(kind: str, number: int) -> Scene:
     return scene
 
 
+def _torch_call(kind: str) -> Scene:
+    """Steps of a PyTorch optimizer, whose exchange is interrupted and called again. The loss scale changes."""
+
+    def scene(ranks: Ranks, within: Within) -> Any:
+        import torch
+
+        from sparsecomm.torch import DistributedOptimizer, SparseAdamW
+
+        named = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        scaler = SimpleNamespace(get_scale=lambda: 4.0**step)
+        options: dict[str, Any] = {"density": 0.3, "comm": ranks.new(), "check_weights_every": None}
+        if kind == "adamw":
+            optimizer: Any = SparseAdamW(named.items(), 0.1, **options)
+        else:
+            sgd = torch.optim.SGD(named.values(), lr=1.0)
+            optimizer = DistributedOptimizer(sgd, named.items(), scaler=scaler, **options, **_TORCH)
+
+        def done() -> bool:
+            steps = optimizer._exchange.adamw.steps.values() if kind == "adamw" else [optimizer.reducer.step]
+            return max(steps) > step
+
+        for step in range(3):
+            for name, gradient in gradients(ranks.rank, step).items():
+                named[name].grad = torch.from_numpy(gradient)
+            with within() if step == 1 else interrupted():
+                _until(done, optimizer.step if kind == "adamw" else optimizer.synchronize)
+            if kind != "adamw":
+                optimizer.step()
+        return digest((optimizer.state_dict(), named))
+
+    return scene
+
+
 SCENES: dict[str, Scene] = {
     "first-call": _first_call,
     "reducer-first": _reducer_step(0),
@@ -351,4 +386,5 @@ SCENES: dict[str, Scene] = {
     **{f"load-{kind}": _load(kind) for kind in KINDS},
     **{f"torch-{kind}-first": _torch_step(kind, 0) for kind in ("hook", "optimizer")},
     **{f"torch-{kind}": _torch_step(kind, 1) for kind in ("hook", "optimizer")},
+    **{f"torch-{kind}": _torch_call(kind) for kind in ("adamw", "synchronize")},
 }

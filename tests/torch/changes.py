@@ -131,37 +131,6 @@ def states_made(t: Training) -> None:
         t.optimizer.state[p].update(step=torch.tensor(0.0), **moments)
 
 
-def rows_permuted(t: Training) -> None:
-    order = torch.randperm(len(t.model["matrix"]), generator=t.random)
-    t.model["matrix"].data = t.model["matrix"].data[order]
-    state = t.optimizer.state[t.model["matrix"]]
-    for key in MOMENTS:
-        state[key] = state[key][order]
-
-
-def scaled(state: dict[str, Any]) -> None:
-    state["exp_avg"].mul_(0.5)
-    state["exp_avg_sq"] = state["exp_avg_sq"] * 0.25
-
-
-def dense_states_put_in(t: Training) -> None:
-    other = torch.optim.AdamW(copies := [nn.Parameter(p.detach().clone()) for p in t.parameters], lr=0.01)
-    for _ in range(4):
-        for copied in copies:
-            copied.grad = torch.randn(copied.shape, generator=t.random)
-        other.step()
-    for parameter, copied in zip(t.parameters, copies, strict=True):
-        t.optimizer.state[parameter] = other.state[copied]
-
-
-def freed_and_back(t: Training) -> None:
-    saved = [(value, value.data * 0.5) for _, _, value in t.each_moment()]
-    for value, _ in saved:
-        value.data = torch.empty(0)
-    for value, mine in saved:
-        value.data = mine
-
-
 def parts_of_one(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return half of each value, as parts of one flat tensor."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) * 0.5
@@ -175,11 +144,6 @@ def moments_in_one(t: Training) -> None:
             state[key] = part
 
 
-def weights_in_one(t: Training) -> None:
-    for parameter, part in zip(t.parameters, parts_of_one(t.parameters), strict=True):
-        parameter.data = part
-
-
 def in_another_type(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     """Give moments another dtype; PyTorch cannot mix dtypes in a step."""
     return lambda t: t.replace(lambda value: change(value) if t.sparse else change(value).float())
@@ -189,11 +153,6 @@ def as_reversed(value: torch.Tensor) -> torch.Tensor:
     """Return half of a tensor's values, with dimensions in reverse order in memory."""
     strides = [math.prod(value.shape[:i]) for i in range(value.ndim)]
     return torch.empty_strided(value.shape, strides).copy_(value * 0.5)
-
-
-def requiring_gradients(t: Training) -> None:
-    t.replace(lambda value: (value * 0.5).detach().requires_grad_())
-    t.replace(torch.Tensor.detach)
 
 
 def rolled_back(t: Training) -> None:
@@ -209,40 +168,18 @@ def dense_state_loaded(t: Training) -> None:
     t.optimizer.load_state_dict(dense)
 
 
-def changed_and_loaded(t: Training) -> None:
-    t.replace(lambda value: value * 0.5)
-    state = copy.deepcopy(t.optimizer.state_dict())
-    t.optimizer.state.clear()
-    t.optimizer.load_state_dict(state)
-
-
 def groups_swapped(t: Training) -> None:
     first, second = t.groups
     first["params"], second["params"] = second["params"], first["params"]
-
-
-def groups_copied(t: Training) -> None:
-    t.optimizer.param_groups = [{**group, "params": list(group["params"]), "lr": 0.03} for group in t.groups]
 
 
 def group_split(t: Training) -> None:
     t.groups.append({**t.groups[0], "params": [t.groups[0]["params"].pop()], "lr": 0.05})
 
 
-def state_reversed(t: Training) -> None:
-    p = t.model["bias"]
-    t.optimizer.state[p] = {key: value.flip(0) if value.ndim else value for key, value in t.optimizer.state[p].items()}
-
-
 def frozen(t: Training) -> None:
     t.model["matrix"].requires_grad_(False)
     t.model["matrix"].grad = None
-
-
-def weights_in_place(t: Training) -> None:
-    with torch.no_grad():
-        for parameter in t.parameters:
-            parameter.mul_(0.5).add_(0.125)
 
 
 def averages_swapped_in(t: Training) -> None:
@@ -279,91 +216,55 @@ def rows_removed(t: Training) -> None:
 
 # -- all changes ------------------------------------------------------------------------------------------------------
 
-RESETS = {
+GROUPS = {
+    "parameters_swapped_between_groups": Way(groups_swapped),
+    "one_parameter_moved": Way(lambda t: t.groups[1]["params"].append(t.groups[0]["params"].pop(0))),
+    "a_group_split": Way(group_split),
+}
+WEIGHTS = {
+    "data_replaced": Way(data(lambda value: value * 0.5)),
+    "weights_in_shared_memory": Way(lambda t: t.model.share_memory()),
+    "averages_swapped_in_and_out": Way(averages_swapped_in, later=averages_swapped_out),
+    "channels_last": Way(stored("kernel", lambda value: value.to(memory_format=torch.channels_last))),
+}
+WAYS: dict[str, Way] = {
     "moments_zeroed_in_place": Way(in_place(torch.Tensor.zero_)),
     "moments_replaced_by_zeros": Way(new(torch.zeros_like)),
-    "one_moment_replaced": Way(states(lambda state: state.update(exp_avg=torch.zeros_like(state["exp_avg"])))),
-    "moments_and_step_replaced": Way(lambda t: (t.replace(torch.zeros_like), step(lambda: torch.tensor(0.0))(t))),
     "step_zeroed_in_place": Way(states(lambda state: state["step"].zero_())),
     "step_set_forward": Way(states(lambda state: state["step"].add_(1000))),
     "step_as_python_int": Way(lambda t: step(lambda: 2 if t.sparse else torch.tensor(2.0))(t)),  # PyTorch refuses ints
     "states_deleted": Way(lambda t: [t.optimizer.state.pop(p) for group in t.groups for p in group["params"]]),
     "one_state_deleted": Way(lambda t: t.optimizer.state.pop(t.model["matrix"])),
     "states_cleared": Way(lambda t: t.optimizer.state.clear()),
-    "each_state_cleared": Way(states(dict.clear)),
     "a_new_defaultdict": Way(lambda t: setattr(t.optimizer, "state", collections.defaultdict(dict))),
-    "a_plain_dict": Way(lambda t: setattr(t.optimizer, "state", dict(t.optimizer.state))),
     "an_empty_state_dict_loaded": Way(empty_state_loaded),
     "setstate": Way(
         lambda t: t.optimizer.__setstate__({"state": collections.defaultdict(dict), "param_groups": t.groups})
     ),
     "states_made_before_the_first_step": Way(states_made, at=0),
-}
-PARTS = {
     "pruned_in_place": Way(lambda t: in_place(lambda value: value.mul_(at_random(t, value)))(t), whole=True),
-    "moments_zeroed_through_state_dict": Way(
-        lambda t: [t.optimizer.state_dict()["state"][0][key].zero_() for key in MOMENTS]
-    ),
-    "rows_permuted": Way(rows_permuted, whole=True),
-    "moments_scaled": Way(states(scaled)),
-    "moments_of_a_dense_optimizer": Way(dense_states_put_in),
-    "a_key_added": Way(states(lambda state: state.update(average=state["exp_avg"].clone())), whole=True),
-}
-MEMORY = {
-    "offloaded_and_back": Way(
-        states(lambda state: state.update({key: value.to("cpu", copy=True) for key, value in state.items()}))
-    ),
     "offloaded_twice": Way(new(lambda value: value.clone() * 0.5), later=new(lambda value: value.clone() * 0.5)),
-    "data_of_moments_replaced": Way(in_place(lambda value: setattr(value, "data", value.data * 0.5))),
-    "data_of_moments_freed_and_back": Way(freed_and_back),
     "moments_in_shared_memory": Way(in_place(lambda value: value.share_memory_().mul_(0.5))),
     "in_one_flat_tensor": Way(moments_in_one, whole=True),
     "moments_left_in_bfloat16": Way(in_another_type(torch.Tensor.bfloat16), refusable=True),
-    "moments_left_in_float64": Way(in_another_type(lambda value: value.double() * 0.5), refusable=True),
     "moments_of_other_strides": Way(new(as_reversed), whole=True),
-    "moments_that_require_gradients": Way(requiring_gradients),
-}
-CHECKPOINTS = {
     "its_own_state_loaded": Way(lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict()))),
     "rolled_back": Way(rolled_back),
     "state_of_a_dense_optimizer_loaded": Way(dense_state_loaded),
-    "changed_and_loaded": Way(changed_and_loaded),
-}
-SETTINGS = {
-    "betas_in_a_list": Way(setting(betas=[0.5, 0.9])),
     "no_weight_decay": Way(setting(weight_decay=0)),
     "maximize": Way(setting(maximize=True), later=setting(maximize=False)),
-    "learning_rate_0": Way(setting(lr=0.0), later=setting(lr=0.03)),
     "learning_rate_as_a_tensor": Way(
         setting(lr=torch.tensor(0.03)), later=lambda t: [group["lr"].fill_(0.01) for group in t.groups]
     ),
     "all_settings": Way(setting(lr=0.03, betas=(0.5, 0.9), eps=1e-2, weight_decay=0.5), later=setting(lr=0.01)),
-}
-GROUPS = {
-    "parameters_swapped_between_groups": Way(groups_swapped),
-    "one_parameter_moved": Way(lambda t: t.groups[1]["params"].append(t.groups[0]["params"].pop(0))),
-    "a_group_split": Way(group_split),
-    "groups_reversed": Way(lambda t: t.groups.reverse()),
-    "groups_replaced_by_copies": Way(groups_copied),
-}
-WEIGHTS = {
-    "data_replaced": Way(data(lambda value: value * 0.5)),
-    "data_in_one_flat_tensor": Way(weights_in_one),
-    "weights_changed_in_place": Way(weights_in_place),
-    "weights_in_shared_memory": Way(lambda t: t.model.share_memory()),
-    "averages_swapped_in_and_out": Way(averages_swapped_in, later=averages_swapped_out),
-    "channels_last": Way(stored("kernel", lambda value: value.to(memory_format=torch.channels_last))),
-}
-OTHERS = {
     "nothing": Way(lambda t: None),
-    "states_swapped_between_parameters": Way(state_reversed, whole=True),
     "frozen_for_two_steps": Way(frozen, later=lambda t: t.model["matrix"].requires_grad_(True)),
     "all_in_float64": Way(all_of(torch.float64), refusable=True),
-    "in_float64_for_two_steps": Way(all_of(torch.float64), later=all_of(torch.float32), refusable=True),
     "a_parameter_replaced_by_another": Way(parameter_replaced, refusable=True),
     "rows_removed": Way(rows_removed, refusable=True, whole=True),
+    **GROUPS,
+    **WEIGHTS,
 }
-WAYS: dict[str, Way] = RESETS | PARTS | MEMORY | CHECKPOINTS | SETTINGS | GROUPS | WEIGHTS | OTHERS
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -15,9 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import sparsecomm as sc  # noqa: E402
-from sparsecomm.backends.adamw import units  # noqa: E402
 from sparsecomm.torch import SparseAdamW  # noqa: E402
-from sparsecomm.torch.checkpoints import TorchFormat  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.optimizers.adapters import OfTorch, OfTorchWithOverlap, gradients, weights  # noqa: E402
 from tests.ranks import run  # noqa: E402
@@ -134,35 +132,6 @@ def test_weights_of_another_dtype_are_refused_on_all_ranks() -> None:
     run(2, program)
 
 
-@pytest.mark.parametrize("change", ["replaced", "eps", "in place", "deleted"])
-def test_residuals_stay_whatever_happens_to_moments(change: str) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        mine = OfTorch(transport, **RULE)
-        for step in range(4):
-            mine.step(gradients(step, transport.rank))
-        p, group = mine.named["matrix"], mine.it.param_groups[1]
-
-        def value() -> np.ndarray:
-            return mine.residuals["matrix"] * units(mine.units["matrix"], np.float32)
-
-        before, squares = value(), mine.it.state[p]["exp_avg_sq"]
-        assert np.count_nonzero(before) > 100
-        if change == "replaced":
-            mine.it.state[p]["exp_avg_sq"] = squares.double() * 1000
-        elif change == "eps":
-            group["eps"] = 3.0
-        elif change == "in place":
-            squares.mul_(1000)
-        else:
-            del mine.it.state[p]
-        assert np.array_equal(value(), before)
-        for step in range(4, 8):
-            mine.step(gradients(step, transport.rank))
-        sc.check_weights(mine.weights, comm=transport)
-
-    run(2, program)
-
-
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 LARGE = {"number": (), "matrix": (70, 90), "bias": (11,), "nothing": (0, 3)}  # two or three ranks own parts of each
@@ -200,117 +169,38 @@ class Parts:
         return [self.it.state[p] for p in self.named.values()]
 
 
-def test_a_state_is_this_ranks_part() -> None:
-    def program(transport: simulated.SimulatedTransport) -> dict[str, Any]:
-        mine = Parts(transport)
-        mine.steps(2)
-        state = mine.it.state[mine.named["matrix"]]
-        assert {t.dtype for key, t in state.items() if key != "last_step"} == {torch.float32}
-        assert state["last_step"].dtype is torch.int32
-        moments = mine.it._exchange.adamw.moments["matrix"]
-        assert moments.mean.ctypes.data == state["exp_avg"].data_ptr()
-        return {key: value for key, value in state.items() if key != "step"}
-
-    assert {t.shape for t in run(1, program)[0].values()} == {(70, 90)}
-    states = run(3, program)
-    assert all(state.keys() == {"exp_avg", "exp_avg_sq", "last_step", "compensation"} for state in states)
-    assert [len(state["exp_avg"]) for state in states] == [len(state["compensation"]) for state in states]
-    assert sum(len(state["exp_avg"]) for state in states) == 6300
-    assert all(0 < len(state["exp_avg"]) < 6300 for state in states)
-
-
-def loaded(way: str, states: list[Any], rank: int, P: int) -> Any:
-    """Return the state that a rank passes to `load_state_dict`."""
-    if way == "saved":
-        return TorchFormat().for_world(states, rank, P) if len(states) != P else states[rank]
-    if way == "version 2":  # whole moments, and no units
-        own = {key: value for key, value in states[0]["sparsecomm"].items() if key not in ("moments", "units")}
-        own |= {"format": "SparseState 2", "rank": rank, "world_size": P}
-        return next(filter(None, (state["consolidated"] for state in states))) | {"sparsecomm": own}
-    return next(filter(None, (state[way] for state in states)))
-
-
-@pytest.mark.parametrize("way", ["saved", "consolidated", "dense", "version 2"])
-@pytest.mark.parametrize(("old", "new"), [(2, 2), (3, 2), (2, 1), (1, 3)])
-def test_states_are_continued(way: str, old: int, new: int) -> None:
-    """States with parts, of any number of ranks, and states with whole moments."""
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (1, 3)])
+def test_dense_adamw_goes_on_with_a_consolidated_state_and_the_other_way_round(old: int, new: int) -> None:
+    """For states with parts of moments see `tests/checkpoints/test_checkpoints.py`."""
 
     def save(transport: simulated.SimulatedTransport) -> Any:
         mine = Parts(transport)
         mine.steps(4)
-        state = {**mine.it.state_dict(), "consolidated": mine.it.consolidate_state_dict(to=old - 1)}
-        assert (state["consolidated"] is None) == (transport.rank < old - 1)
-        state["dense"] = mine.dense.state_dict()
+        for to in (-1, old, "all"):
+            with pytest.raises(sc.InvalidInputError, match=rf"to=.*from 0 to {old - 1}"):
+                mine.it.consolidate_state_dict(to)  # type: ignore[arg-type]
+        consolidated, dense = mine.it.consolidate_state_dict(to=old - 1), mine.dense.state_dict()
+        assert (consolidated is None) == (transport.rank < old - 1)
         weights = [p.detach() for p in mine.named.values()]
-        return saved_and_read((state, weights, [p.detach() for p in mine.copies]))
+        return saved_and_read((consolidated, dense, weights, [p.detach() for p in mine.copies]))
 
-    saved = run(old, save)
-    states = [state for state, _, _ in saved]
+    consolidated, dense, trained, copies = run(old, save)[-1]
 
     def program(transport: simulated.SimulatedTransport) -> None:
         mine = Parts(transport)
         mine.count = 4
-        for ours, theirs in zip((*mine.named.values(), *mine.copies), (*saved[0][1], *saved[0][2]), strict=True):
+        for ours, theirs in zip((*mine.named.values(), *mine.copies), (*trained, *copies), strict=True):
             ours.data.copy_(theirs)
-        mine.dense.load_state_dict(copy.deepcopy(states[0]["dense"]))
-        if way in ("consolidated", "dense"):
-            mine.it.residuals_apart()
-        mine.it.load_state_dict(loaded(way, states, transport.rank, new))
+        mine.dense.load_state_dict(copy.deepcopy(consolidated))
+        mine.it.residuals_apart()
+        mine.it.load_state_dict(dense)
         mine.steps(3)
         mine.check()
 
     run(new, program)
 
 
-def test_a_consolidated_state_is_one_of_dense_adamw() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        mine = Parts(transport)
-        mine.steps(3)
-        for to in range(3):
-            state = mine.it.consolidate_state_dict(to)
-            assert (state is None) == (transport.rank != to)
-            if state is not None:
-                mine.dense.load_state_dict(state)
-        mine.steps(2)
-        mine.check()
-        for to in (-1, 3, "all"):
-            with pytest.raises(sc.InvalidInputError, match=r"to=.*from 0 to 2"):
-                mine.it.consolidate_state_dict(to)  # type: ignore[arg-type]
-
-    run(3, program)
-
-
-def test_what_dense_adamw_has_trained_has_no_compensation() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        sparse = OfTorch(transport, **RULE)
-        mine = OfTorch(transport, lr=0.01, density=1.0, check_weights_every=None)
-        for step in range(5):
-            sparse.step(gradients(step, transport.rank))
-        states = [sparse.it.consolidate_state_dict(to) for to in range(2)]
-        state = states[transport.rank]
-        assert all(entry["compensation"].any() for entry in state["state"].values())  # type: ignore[index]
-        dense = OfTorch(transport, lr=0.01)
-        dense.it = torch.optim.AdamW(dense.it.param_groups, 0.01)
-        for ours, theirs in zip(dense.named.values(), sparse.named.values(), strict=True):
-            ours.data.copy_(theirs.detach())
-        dense.it.load_state_dict(state)
-        for step in range(5, 10):
-            if step == 7:
-                mine.it.residuals_apart()
-                mine.it.load_state_dict(saved_and_read(dense.it.state_dict()))
-                for ours, theirs in zip(mine.named.values(), dense.named.values(), strict=True):
-                    ours.data.copy_(theirs.detach())
-            for adapter in (dense, mine)[: 1 + (step >= 7)]:
-                adapter.step(gradients(step, 0))
-        for name, w in dense.weights.items():
-            np.testing.assert_allclose(mine.weights[name], w, rtol=3e-6, atol=3e-6)
-
-    run(2, program)
-
-
 def test_parts_of_another_rank_are_refused() -> None:
-    """So are parts without units, since the whole tensors are unknown."""
-
     def program(transport: simulated.SimulatedTransport) -> None:
         first, second = Parts(transport), Parts(transport)
         first.steps(2)
@@ -324,37 +214,6 @@ def test_parts_of_another_rank_are_refused() -> None:
             first.steps(1)
 
     run(2, program)
-
-
-@pytest.mark.parametrize("apart_first", [False, True])
-def test_moments_are_apart_with_residuals(apart_first: bool) -> None:
-    """Frameworks save rank 0's optimizer state and load it on all ranks, before or after `residuals_apart`."""
-
-    def save(transport: simulated.SimulatedTransport) -> Any:
-        mine = Parts(transport)
-        apart = mine.it.residuals_apart()
-        mine.steps(3)
-        assert all(entry.keys() == {"step"} for entry in mine.it.state_dict()["state"].values())
-        return saved_and_read((mine.it.state_dict(), apart.state_dict(), list(mine.named.values()))), mine
-
-    saved = run(3, save)
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        mine, (_, theirs) = Parts(transport), saved[transport.rank]
-        apart = mine.it.residuals_apart()
-        for p, w in zip(mine.named.values(), saved[0][0][2], strict=True):
-            p.data.copy_(w.detach())
-        actions = [
-            lambda: mine.it.load_state_dict(saved[0][0][0]),
-            lambda: apart.load_state_dict(saved[transport.rank][0][1]),
-        ]
-        for action in actions[::-1] if apart_first else actions:
-            action()
-        mine.count, mine.dense, mine.copies = theirs.count, theirs.dense, theirs.copies
-        mine.steps(3)
-        mine.check()
-
-    run(3, program)
 
 
 def test_settings_change_before_a_backward_pass_that_exchanges() -> None:

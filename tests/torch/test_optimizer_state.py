@@ -98,6 +98,7 @@ def in_order(names: str, grouped: bool, kind: str, transport: Any) -> tuple[Any,
     return model, DistributedOptimizer(optimizer, named, 0.5, comm=transport, dense_below=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
@@ -121,7 +122,7 @@ def test_state_follows_names(kind: str, apart: bool, grouped: bool) -> None:
             theirs.residuals_apart()
         with pytest.raises(sc.InvalidInputError, match=r"lack|lacks"):
             theirs.load_state_dict(state)
-        del state["parameter_names"]  # as in earlier states, which go by position
+        del state["parameter_names"]  # as in states of plain optimizers, which go by position
         again = in_order("abcfx", grouped, kind, transport)
         if apart:
             again[1].residuals_apart()

@@ -36,7 +36,7 @@ needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs Py
     ("P", "names"),
     [
         (3, OF_ANY_SIZE),
-        (2, ("dense", "compiled")),
+        (2, ("gradients", "compiled")),
         pytest.param(4, ("shards",), marks=needs_fsdp),
         (4, ("nodes",)),
         exhaustive(1, (*OF_ANY_SIZE, "compiled")),

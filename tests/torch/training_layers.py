@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm as sc
 from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseAdamW, SparseState, broadcast_parameters, register
-from tests.torch.training_ranks import ODD, RANK, P, case, case_of_several, same_everywhere, soon, timeout
+from tests.torch.training_ranks import RANK, P, case, same_everywhere
 
 
 class Changing:
@@ -138,23 +138,6 @@ def layers_that_change() -> None:
         training.end()
 
 
-@case_of_several
-def a_layer_that_changes_on_one_rank() -> None:
-    for way in ("DistributedOptimizer", "DiLoCo"):
-        training = Changing(way, dist.new_group(backend="gloo"))
-        training.round()
-        with timeout(1), soon():
-            if RANK == ODD:
-                training.group_made_by_hand()
-                with pytest.raises(sc.InvalidInputError, match="is new"):
-                    training.step()
-            else:
-                with pytest.raises(sc.TransportError):
-                    training.round()
-        dist.barrier()
-        training.end()
-
-
 warnings.filterwarnings("ignore", "Sparse CSR tensor support|The PyTorch API of nested tensors")
 # Tensors that cannot be trained, and the error.
 EYE = torch.eye(4)
@@ -200,26 +183,6 @@ def tensors_of_any_kind() -> None:
                 model(torch.full((4,), RANK + 1.0)).sum().backward()
                 (wrapped if way == "SparseAdamW" else sgd).step()
                 wrapped.remove()
-
-
-@case
-def memory_orders_that_change() -> None:
-    """DiLoCo averages the same weights if the model becomes channels-last afterwards."""
-    trained = []
-    for convert in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
-        sgd, random = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(RANK)
-        with DiLoCo(model, sgd, sync_every=2, density=1.0):
-            for step in range(4):
-                if convert and step == 1:
-                    model.to(memory_format=torch.channels_last)
-                sgd.zero_grad()
-                model(torch.randn(2, 3, 4, 4, generator=random)).square().mean().backward()
-                sgd.step()
-        same_everywhere(model)
-        trained.append(model[0].weight.detach().clone())
-    torch.testing.assert_close(trained[1], trained[0])
 
 
 @case

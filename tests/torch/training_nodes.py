@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 import sparsecomm as sc
 from sparsecomm.calls.nodes import find_nodes
-from sparsecomm.torch import SparseAdamW
 from sparsecomm.transport import transport_of
 from sparsecomm.transport.process_group.collectives import GroupCollectives
 from sparsecomm.transport.process_group.transport import ProcessGroupTransport
-from tests.torch.training_ranks import RANK, WAYS, Chosen, P, Training, case, gradients, same_everywhere
+from tests.torch.training_ranks import RANK, WAYS, P, Training, case, gradients, same_everywhere
 
 M = 2
 GROUPS = [dist.new_group([*range(first, first + M)]) for first in range(0, P, M)]
@@ -37,32 +36,6 @@ def ranks_train_alike_and_dense_steps_are_those_without_nodes() -> None:
                 assert np.array_equal(weights, same_everywhere(flat.model))
             for training in (with_nodes, flat):
                 training.end()
-
-
-@case
-def adamw_trains_alike_on_all_ranks() -> None:
-    for overlap in (False, True):
-        model = Chosen()
-        optimizer = SparseAdamW(model.named_parameters(), lr=0.05, density=0.2, nodes=NODE, overlap=overlap)
-        for step in range(4):
-            optimizer.zero_grad()
-            model(gradients(step, RANK)).backward()
-            optimizer.step()
-        same_everywhere(model)
-        state = optimizer.state_dict()
-        residuals = state["sparsecomm"]["residuals"]
-        assert sum(r.numel() for r in residuals.values()) < 0.6 * sum(p.numel() for p in model.parameters())
-        again = Chosen()
-        resumed = SparseAdamW(again.named_parameters(), lr=0.05, density=0.2, nodes=NODE, overlap=overlap)
-        again.load_state_dict(model.state_dict())
-        resumed.load_state_dict(state)
-        for trained_model, its_optimizer in ((model, optimizer), (again, resumed)):
-            its_optimizer.zero_grad()
-            trained_model(gradients(9, RANK)).backward()
-            its_optimizer.step()
-        assert np.array_equal(same_everywhere(model), same_everywhere(again))
-        for one in (optimizer, resumed):
-            one.remove()
 
 
 @case

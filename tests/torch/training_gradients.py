@@ -1,8 +1,4 @@
-"""At density 1.0 every way to train equals dense sums, also with missing gradients: see `test_training.py`.
-
-These cases run on two ranks, where means are exact. `DistributedDataParallel` itself is one of the ways, which
-checks the oracle.
-"""
+"""Cases of missing, scaled and shared gradients, and of `join`, on two ranks: see `test_training.py`."""
 
 from __future__ import annotations
 
@@ -19,19 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, keep_local, register
 from sparsecomm.torch.parameters import local
-from tests.thinning import covering_array
-from tests.torch.training_ranks import (
-    ODD,
-    RANK,
-    Chosen,
-    Gradients,
-    P,
-    Training,
-    case,
-    flat,
-    gradients_by_rank,
-    same_everywhere,
-)
+from tests.torch.training_ranks import ODD, RANK, Chosen, P, Training, case, flat, gradients_by_rank, same_everywhere
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 24), "d": (290,), "e": (1,)}
@@ -41,53 +25,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0.25)
 
 
-class Way(Training):
-    """Training in one of the ways, with `Dense` as the oracle."""
-
-    def __init__(self, way: str, density: float = 1.0, frozen: str = "", **ddp: bool) -> None:
-        model, ddp = Chosen(SHAPES), ddp or {"find_unused_parameters": True}
-        freeze(model, frozen)
-        super().__init__(way, model, sgd, ddp, density=density, scope="bucket" if density == 1 else "tensor")
-
-    def step(self, by_rank: list[Gradients]) -> None:  # type: ignore[override]
-        """Make a step without setting gradients to zero."""
-        self.backward({n: g for n, g in by_rank[RANK].items() if getattr(self.model, n).requires_grad})
-        self.update()
-
-
-class Dense:
-    """The oracle: one process with the gradients of all ranks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.optimizer = model, sgd(model.parameters())
-
-    def step(self, by_rank: list[Gradients]) -> None:
-        for name, p in self.model.named_parameters():
-            used = [gradients.get(name) if p.requires_grad else None for gradients in by_rank]
-            if any(g is not None for g in used):
-                before = torch.zeros_like(p) if p.grad is None else p.grad
-                p.grad = sum(before + (0 if g is None else g) for g in used) / len(used)
-        self.optimizer.step()
-
-
-WAYS = ["ddp", "hook", "hook of views", "optimizer", *(["fsdp"] if VERSION >= (2, 9) else [])]  # see `test_training.py`
+WAYS = ["hook", "hook of views", "optimizer", *(["fsdp"] if VERSION >= (2, 9) else [])]  # see `test_training.py`
 EVERYWHERE: Callable[[str], dict[int, str]] = partial(dict.fromkeys, range(P))
-# Parameters that a rank does not use, by step.
-UNUSED: dict[str, list[dict[int, str]]] = {
-    "nothing": [{}] * 4,
-    "on one rank": [{}, {ODD: "ad"}, {0: "e", ODD: "b"}, {}, {0: "abcd"}],
-    "on all": [{}, EVERYWHERE("ad"), EVERYWHERE("bcde"), {}, {0: "ac", ODD: "ab"}],
-    "from the start": [EVERYWHERE("a"), {**EVERYWHERE("a"), ODD: "ae"}, {}, {}],
-    "always the same": [{0: "a", ODD: "ab"}] * 4,
-}
-STATIC = ("always the same", "nothing")  # works in a static graph, too
-# Parameters that are frozen before a step, by step.
-FROZEN: dict[str, dict[int, str]] = {
-    "nothing": {},
-    "from the start": {-1: "ac"},
-    "in the middle": {2: "ab"},
-    "and unfrozen": {1: "ad", 3: ""},
-}
+
+
+def training_of(way: str, density: float = 0.05) -> Training:
+    scope = "bucket" if density == 1 else "tensor"
+    return Training(way, Chosen(SHAPES), sgd, {"find_unused_parameters": True}, density=density, scope=scope)
 
 
 def freeze(model: nn.Module, names: str) -> None:
@@ -95,49 +39,21 @@ def freeze(model: nn.Module, names: str) -> None:
         p.requires_grad_(name not in names)
 
 
-def compare(way: Way, dense: Dense, at: Any) -> None:
-    for (name, p), q in zip(way.model.named_parameters(), dense.model.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), (*at, name)
-        assert p.grad is None or torch.equal(local(p.grad), q.grad), (*at, name)
-        assert torch.equal(local(p), q), (*at, name)
-
-
-@case
-def weights_are_those_of_dense_sums() -> None:
-    """Weights are equal bit for bit, whether gradients are set to None, to zeros, or kept."""
-    cases = [(unused, "nothing") for unused in UNUSED] + [("nothing", frozen) for frozen in list(FROZEN)[1:]]
-    rows = list(product(WAYS, cases, ("none", "zeros", "never")))  # every pair of values occurs
-    rows = [rows[i] for i in covering_array(rows, 2)] + [(kind, STATIC, "none") for kind in WAYS[:3]]
-    for kind, (unused, frozen), zero in rows:
-        ddp = {"static_graph": True} if (unused, frozen) == STATIC else {}
-        dense, way = Dense(Chosen(SHAPES)), Way(kind, frozen=FROZEN[frozen].get(-1, ""), **ddp)
-        freeze(dense.model, FROZEN[frozen].get(-1, ""))
-        for step, without in enumerate(UNUSED[unused]):
-            for training in (dense, way):
-                if step in FROZEN[frozen]:
-                    freeze(training.model, FROZEN[frozen][step])
-                if zero != "never":
-                    training.optimizer.zero_grad(set_to_none=zero == "none")
-                training.step(gradients_by_rank(step, without, SHAPES))
-            compare(way, dense, (kind, unused, frozen, zero, step))
-        way.end()
-
-
 @case
 def what_waits_for_a_parameter_without_gradient_stays() -> None:
     """Its residual stays until it trains again or is dropped, and its weights do not move."""
-    for kind, frozen in product(WAYS[1:], (False, True)):
-        way = Way(kind, 0.05)
+    for kind, frozen in product(WAYS, (False, True)):
+        way = training_of(kind)
         reducer = way.exchange.reducer
         for step in range(2):
-            way.step(gradients_by_rank(step, shapes=SHAPES))
+            way.step(gradients_by_rank(step, shapes=SHAPES)[RANK])
         way.optimizer.zero_grad()
         if frozen:
             freeze(way.model, "ad")
         residuals = {name: reducer.residual(name).copy() for name in "ad"}
         before = {name: local(getattr(way.model, name)).clone() for name in "ad"}
         for step in range(2, 4):
-            way.step(gradients_by_rank(step, EVERYWHERE("ad"), SHAPES))
+            way.step(gradients_by_rank(step, EVERYWHERE("ad"), SHAPES)[RANK])
         for name in "ad":
             assert residuals[name].any(), (kind, name)
             assert (reducer.residual(name) == residuals[name]).all(), (kind, name)
@@ -148,7 +64,7 @@ def what_waits_for_a_parameter_without_gradient_stays() -> None:
         with pytest.raises(sc.InvalidInputError, match="x"):
             way.exchange.discard(["x"])
         freeze(way.model, "")
-        way.step(gradients_by_rank(4, shapes=SHAPES))
+        way.step(gradients_by_rank(4, shapes=SHAPES)[RANK])
         assert (reducer.residual("d") != residuals["d"]).any()
         way.exchange.discard()
         assert not any(reducer.residual(name).any() for name in SHAPES)
@@ -158,8 +74,8 @@ def what_waits_for_a_parameter_without_gradient_stays() -> None:
 @case
 def a_gradient_scaler_that_was_not_passed() -> None:
     """An overflow on one rank skips one step, and a warning names the argument."""
-    for kind in WAYS[1:]:
-        way, scaler = Way(kind, 0.05), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for kind in WAYS:
+        way, scaler = training_of(kind), torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(4):
             way.optimizer.zero_grad()
             by_rank = gradients_by_rank(step, shapes=SHAPES)
@@ -184,13 +100,12 @@ def a_gradient_scaler_that_was_not_passed() -> None:
 @case
 def join_with_uneven_batches() -> None:
     """Equals dense sums in two epochs, with parameters that some steps do not use."""
-    dense, way = Way("ddp"), Way("hook")
+    dense, way = (training_of(kind, 1.0) for kind in ("ddp", "hook"))
     for epoch in range(2):
         for training in (dense, way):
             with training.run.join():
                 for step in range(2 + 2 * (epoch == RANK)):
-                    training.optimizer.zero_grad()
-                    training.step(gradients_by_rank(step, EVERYWHERE("a" if step % 2 else "b"), SHAPES))
+                    training.step(gradients_by_rank(step, EVERYWHERE("a" if step % 2 else "b"), SHAPES)[RANK])
         assert (flat(way.model) == flat(dense.model)).all(), epoch
         same_everywhere(way.model)
 
