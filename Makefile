@@ -79,7 +79,7 @@ say-demo say-test say-test-all:
 test-torch: $(VENV)/built-test
 	python packaging/other_torch.py $(TORCH) $(TORCH_OPTIONS)
 
-# For runs of several hours, see tests/README.md.
+# For longer runs, see tests/README.md.
 stress: $(VENV)/built-test
 	python -m tests.stress all --seed $(SEED) --report build/stress/report.json
 

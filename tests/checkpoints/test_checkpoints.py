@@ -27,8 +27,7 @@ from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
 from tests.ranks import errors, run
 from tests.reducer.programs import total
-from tests.states.subjects import adamw, diloco, distributed, local_steps, of_torch, reducer, torch_adamw
-from tests.stress.states import digest
+from tests.states.subjects import adamw, digest, diloco, distributed, local_steps, of_torch, reducer, torch_adamw
 from tests.thinning import exhaustive
 
 

@@ -1,7 +1,4 @@
-"""Checkpoint files that are damaged, foreign, or belong to another job.
-
-`tests/stress/files.py` damages files at random on 2 to 4 ranks.
-"""
+"""Checkpoint files that are damaged, foreign, or belong to another job."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ from sparsecomm.checkpoints.lock import acquire
 from sparsecomm.states.values import to_bytes
 from sparsecomm.transport import simulated
 from tests import interrupts
+from tests.checkpoints.damage import Case
 from tests.ranks import errors, run
-from tests.stress.files import Case
 
 MODULES = ["sparsecomm", "sparsecomm.torch"]
 
@@ -69,7 +66,6 @@ def load(module: Any, folder: Path, *, P: int = 2, own: bool = False) -> list[in
 
 
 def test_damaged_files_are_skipped() -> None:
-    """Run a few cases of `tests/stress/files.py`."""
     outcomes = Counter(Case(1, number).play() for number in range(20))
     assert min(outcomes[outcome] for outcome in ("refused", "loaded the newest", "loaded an older one")) > 1, outcomes
 

@@ -32,7 +32,7 @@ Case = Callable[[], "str | None"]
 def outcomes(*, quick: bool) -> Iterator[Outcome]:
     """Run all cases on 1 to 3 ranks; if ``quick``, configurations in float64 on one rank, and the rest on two."""
     for P in (1, 2) if quick else (1, 2, 3):
-        steps, rest = (50 if quick else 3000), P == 2 or not quick
+        steps, rest = (20 if quick else 3000), P == 2 or not quick
         dtypes = ((torch.float64,) if P == 1 else (torch.float32,)) if quick else (torch.float32, torch.float64)
 
         def program(rank: int, P: int = P, steps: int = steps, dtypes: Any = dtypes, rest: bool = rest) -> None:

@@ -34,7 +34,6 @@ from tests.emulator.mutated import (
     threshold_with_residual,
     topk,
     topk_of_a_few,
-    topk_of_half,
     topk_with_residual,
     warp_chunks,
 )
@@ -290,17 +289,6 @@ def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
         return
     print(done.stdout)
     assert done.returncode == CAUGHT or done.returncode < 0, (done.returncode, done.stdout, done.stderr)
-
-
-@pytest.mark.parametrize(("driver", "expected"), [(topk_of_a_few, FINE), (topk_of_half, CAUGHT)])
-def test_no_part_is_read_again_at_the_densities_in_use(
-    driver: Callable[[Path, int], None], expected: int, tmp_path: Path
-) -> None:
-    """A kernel that reads a part again fails here. At density 0.5 one does, which shows that the check works."""
-    again = "if (count > stored && base + stored < capacity) {"
-    fault = Fault("", "filter.cuh", again, f'{again} emulator::fail("read again");', driver)
-    done = driven(planted(fault, tmp_path / "kernels"), driver)
-    assert done.returncode == expected, (done.stdout, done.stderr)
 
 
 @pytest.mark.exhaustive  # tests/backends and tests/algorithms make the same checks

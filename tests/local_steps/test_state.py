@@ -1,7 +1,8 @@
-"""Local steps whose schedule changes between two runs, and the same bits on a CUDA device."""
+"""Local steps give the same bits after a resume from any local step, and on a CUDA device."""
 
 from __future__ import annotations
 
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,9 +12,53 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
-from tests.local_steps.programs import initial, made, move, some_frozen, train
+from tests.local_steps.programs import Arrays, initial, made, move, some_frozen, train
 from tests.ranks import number_reducers_from_0, run
 from tests.reducer.programs import bits
+from tests.states.subjects import digest
+
+SETTINGS: dict[str, Any] = {
+    "sync_every": 4,
+    "fragments": [["f", "a"], ["b", "c"], ["d", "e"]],
+    "fragment_sync_delay": 2,
+    "fragment_update_alpha": 0.25,
+}
+
+
+def nesterov(transport: simulated.SimulatedTransport, parameters: Arrays, **options: Any) -> sc.LocalSteps:
+    return made(transport, parameters, outer=sc.NesterovSGD(), **(SETTINGS | options))
+
+
+@pytest.mark.parametrize(
+    ("P", "options", "stops"),
+    [
+        (1, {}, range(3, 11)),  # two rounds
+        (3, {}, range(3, 11)),
+        (3, {"fragments": 1, "fragment_sync_delay": 3, "scope": "chunk", "chunk": 16, "algorithm": "split"}, (6, 7)),
+        (2, {"fragments": 1, "sync_every": 6, "by_speed": True}, (4, 6, 10, 12)),  # all ranks load at the same step
+    ],
+)
+def test_a_run_that_resumes_from_any_local_step_is_bit_identical(P: int, options: dict[str, Any], stops: Any) -> None:
+    def program(transport: simulated.SimulatedTransport, stop: int | None) -> Any:
+        parameters, step = initial(), 0
+        local = nesterov(transport, parameters, **options)
+        while local.round < 4:
+            if stop is not None and local._passed() >= stop:
+                state, stop = pickle.loads(pickle.dumps(local.state_dict())), None
+                parameters = {name: values.copy() for name, values in parameters.items()}
+                local.finish({name: values.copy() for name, values in parameters.items()})  # must not change the state
+                number_reducers_from_0(transport)  # as in a new process
+                local = nesterov(transport, initial(), **options)
+                local.load_state_dict(state)
+                assert digest(local.state_dict()) == digest(state)
+            transport.compute(1.0 + transport.rank)
+            step += 1
+            replaced = train(local, parameters, transport.rank, step, step, some_frozen)
+        return replaced, local.round, local.steps, digest([parameters, local.state_dict()])
+
+    expected = run(P, lambda transport: program(transport, None))
+    for stop in stops:
+        assert run(P, lambda transport, stop=stop: program(transport, stop)) == expected
 
 
 def test_the_schedule_may_change_between_rounds() -> None:

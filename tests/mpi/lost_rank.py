@@ -8,6 +8,7 @@ The number is the number of ranks that survive.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import threading
@@ -111,6 +112,32 @@ def everywhere() -> None:
     fails(lambda: call(comms[0]))
     goes_on(sc.shrink(comms[4]))
     goes_on(sc.shrink())
+
+
+def at_a_random_time() -> None:
+    """A step of a reducer is counted on all survivors or on none, and its gradient is applied or in the residual."""
+    reducer = sc.Reducer({"x": ones}, 1.0, op="sum", scope="tensor", dense_below=0, algorithm="split")
+    done, applied = 0, np.zeros_like(ones)
+    call()
+    if RANK == VICTIM:
+        threading.Timer(random.uniform(0, 0.05), die).start()
+    try:
+        while True:
+            out = ones * (1 + RANK)
+            reducer.reduce({"x": out})
+            applied += out
+            done += 1
+    except sc.RankFailedError as error:
+        assert error.ranks == (VICTIM,)  # noqa: PT017
+    assert (applied == done * 10).all()
+    assert (reducer.residual("x") == 1 + RANK).all()
+    comm = sc.shrink()
+    assert comm.allgather(done) == 3 * [done]
+    assert reducer.rebuild(comm).ranks_lost == (VICTIM,)
+    out = ones * 0
+    reducer.reduce({"x": out})
+    assert (out == 1 + 3 + 4).all()
+    goes_on(comm)
 
 
 def fails_each(handles: list[sc.Handle]) -> None:

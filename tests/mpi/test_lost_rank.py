@@ -22,6 +22,7 @@ CRASH = "(ompi_comm_revoke_local+"
     [
         ("everywhere", 3),
         ("while_one_computes", 3),
+        ("at_a_random_time", 3),
         ("one_leaves_or_dies_when_all_have_the_result", 3),
         ("one_never_makes_the_call", 4),
         ("another_dies_meanwhile", 2),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,29 @@ class Subject(NamedTuple):
     step: Callable[[int], object]
     weights: dict[str, Any]
     module: Any = None
+
+
+def digest(value: Any) -> str:
+    """Return a hash of the keys, types and bits of nested values."""
+    sha = hashlib.sha1()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value, key=repr):
+                sha.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            sha.update(f"[{len(value)}".encode())
+            for item in value:
+                add(item)
+        elif hasattr(value, "__dlpack__") or isinstance(value, (np.ndarray, np.generic)):
+            array = np.ascontiguousarray(value.detach() if hasattr(value, "detach") else value)
+            sha.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        else:
+            sha.update(repr(value).encode())
+
+    add(value)
+    return sha.hexdigest()
 
 
 def small(step: int, rank: int) -> dict[str, np.ndarray]:
@@ -119,3 +143,17 @@ def jax_local_steps(transport: Any) -> Subject:
         params.update(local.step({name: values + moves[name] for name, values in params.items()}))
 
     return Subject(local, step, params)
+
+
+KINDS: dict[str, Callable[[Any], Subject]] = {
+    "Reducer": reducer,
+    "LocalSteps": local_steps,
+    "SparseAdamW": adamw,
+    "torch SparseAdamW": of_torch(torch_adamw),
+    "DistributedOptimizer of SGD": distributed("SGD"),
+    "DistributedOptimizer of Adam": distributed("Adam"),
+    "DiLoCo with SGD": diloco("SGD"),
+    "DiLoCo with Adam": diloco("Adam"),
+    "jax LocalSteps": jax_local_steps,
+    "SparseState": of_torch(sparse_state),
+}

@@ -1,6 +1,6 @@
 """Damaged states: a table of objects and damages. All ranks refuse, nothing changes, and the good state still loads.
 
-For random damages of all kinds of objects see `tests/stress/states.py`.
+For random damages see `test_damage.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.ranks import run
-from tests.states.subjects import (
-    Subject,
-    adamw,
-    diloco,
-    distributed,
-    jax_local_steps,
-    local_steps,
-    of_torch,
-    reducer,
-    sparse_state,
-    torch_adamw,
-)
-from tests.stress.states import digest
+from tests.states.subjects import KINDS, digest, diloco, local_steps, reducer
 
 
 class Damage(NamedTuple):
@@ -251,17 +239,17 @@ SCALES = {
     "differ": Damage(with_(loss_scale=16.0), r"rank 0 and rank 1 differ in loss_scale \(8.0 and 16.0\)"),
     "text": Damage(with_(loss_scale="x"), "loss_scale"),
 }
-TABLE: dict[str, tuple[Callable[[Any], Subject], dict[str, Damage]]] = {
-    "Reducer": (reducer, REDUCER),
-    "LocalSteps": (local_steps, LOCAL_STEPS),
-    "SparseAdamW": (adamw, ADAMW),
-    "torch SparseAdamW": (of_torch(torch_adamw), TORCH_ADAMW),
-    "DistributedOptimizer of SGD": (distributed("SGD"), DISTRIBUTED),
-    "DistributedOptimizer of Adam": (distributed("Adam"), DISTRIBUTED),
-    "DiLoCo with SGD": (diloco("SGD"), DILOCO),
-    "DiLoCo with Adam": (diloco("Adam"), DILOCO),
-    "jax LocalSteps": (jax_local_steps, JAX),
-    "SparseState": (of_torch(sparse_state), SCALES),
+TABLE: dict[str, dict[str, Damage]] = {
+    "Reducer": REDUCER,
+    "LocalSteps": LOCAL_STEPS,
+    "SparseAdamW": ADAMW,
+    "torch SparseAdamW": TORCH_ADAMW,
+    "DistributedOptimizer of SGD": DISTRIBUTED,
+    "DistributedOptimizer of Adam": DISTRIBUTED,
+    "DiLoCo with SGD": DILOCO,
+    "DiLoCo with Adam": DILOCO,
+    "jax LocalSteps": JAX,
+    "SparseState": SCALES,
 }
 SAVED = {"LocalSteps": 6, "DiLoCo with SGD": 4, "DiLoCo with Adam": 4}  # steps before the state is saved
 
@@ -269,10 +257,9 @@ SAVED = {"LocalSteps": 6, "DiLoCo with SGD": 4, "DiLoCo with Adam": 4}  # steps 
 @pytest.mark.filterwarnings("ignore:.* divides gradients by the size")
 @pytest.mark.parametrize("kind", TABLE)
 def test_all_ranks_refuse_a_damaged_state_and_nothing_changes(kind: str) -> None:
-    build, damages = TABLE[kind]
 
     def program(transport: simulated.SimulatedTransport) -> str:
-        obj, step, weights, _ = build(transport)
+        obj, step, weights, _ = KINDS[kind](transport)
         steps = SAVED.get(kind, 3)
         for number in range(1, steps + 1):
             step(number)
@@ -281,7 +268,7 @@ def test_all_ranks_refuse_a_damaged_state_and_nothing_changes(kind: str) -> None
             step(number)
         before = digest(obj.state_dict())
         assert before != digest(state)
-        for name, damage in damages.items():
+        for name, damage in TABLE[kind].items():
             mine = damage.change(copy.deepcopy(state)) if transport.rank in damage.ranks else state
             with pytest.raises(sc.InvalidInputError, match=damage.message) as error:
                 obj.load_state_dict(mine)

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as of_numpy
 
 import sparsecomm as sc
 from sparsecomm.states.values import checksum, from_bytes, to_bytes
-from tests.stress.mutations import NUMBERS, damaged
+from tests.damage import NUMBERS, damaged
 
 CHECK = settings(max_examples=150, deadline=None, derandomize=True)
 ARRAYS = of_numpy.arrays(

@@ -1,55 +1,63 @@
-"""Calls with random arguments, values, orders of events and faults, compared with the oracles.
+"""Calls in which one rank meets a fault, with random arguments and orders of events.
 
-Each case is a call on up to 33 ranks of one process. Without a fault, all ranks must have the oracle's result, and
-result plus residuals must equal the contributions. Then the call is made with a fault, in another order of
-events (`tests.stress.network`): an exception (interrupt, error) or the end of one rank (crash) at any step of its
-transport, refused arguments of one rank, or another call of one rank (mismatch). Every rank must have raised, with
-`residual + x` as its residual, or have the complete result and residual. After `realign`, the next call must be right.
+Each case is a call on up to 17 ranks of one process, after up to two others, without and with a fault, in two orders of
+events (`tests.stress.network`). The fault is an exception (interrupt, error) or the end of one rank (crash) at any step
+of its transport, refused arguments of one rank, another call of one rank (mismatch), or a damaged message: other bytes,
+or a correct message of other entries or numbers, as from a hostile rank.
+
+Without a fault, and in the next call after one, all ranks must have the oracle's result, and result plus residuals must
+equal the contributions. In the call with the fault, every rank must have raised, with `residual + x` as its residual,
+or have the complete result and residual. After a damaged message, the result must be well formed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm.algorithms import find, inner_algorithms
-from sparsecomm.testing import expected_sum, num_contributors
-from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, WIRES
+from sparsecomm.backends import CpuBackend
+from sparsecomm.testing import expected_sum
+from sparsecomm.wire import EXACT, HEADER_BYTES, WIRES, Messages, Wire
+from sparsecomm.wire.header import CALL_BYTES
 from tests import data
+from tests.damage import NUMBERS, damaged
 from tests.reference import canonical, widened
-from tests.stress.harness import SANITIZED, Numbered, numbered
 from tests.stress.network import Crash, Network, Rank
 
 Vector = NDArray[Any]
 FAULTS = ("none", "interrupt", "error", "crash", "refused", "mismatch")
-_SIZES = (1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 9, 11, 13, 16, 17, 33)
-_CONTENTS = ("integers", "integers", "integers", "special", *data.KINDS)
-_EXACT_UP_TO = {"float16": 2048, "bfloat16": 256, "float32": 2**24, "float64": 2**53}
+DAMAGES = ("bytes", "payload", "vectors", "vectors", "words")
+AMPLITUDE = 3  # of gradients: integers, whose sums are exact in every dtype
+SIZES = (1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9, 13, 17)
+BACKEND = CpuBackend(1)
 
 
 class Case:
     """A call on P ranks and its fault: case ``number``.
 
-    ``content``: "integers", "special" or one of `data.KINDS`. ``residual``, ``out``: a dtype, "x", or "" for none.
-    ``victim`` meets ``fault`` at the part ``when`` of its steps. ``waits``: the call is made by `isparse_allreduce`.
+    ``residual``, ``out``: a dtype, "x", or "" for none. ``victim`` meets ``fault`` at the part ``when`` of its steps or
+    of its messages. ``waits``: the call is made by `isparse_allreduce`. ``before``: the number of calls before it.
     """
 
-    def __init__(self, seed: int, number: int, max_ranks: int) -> None:
-        rng = np.random.default_rng([seed, number])
+    def __init__(self, seed: int, number: int) -> None:
+        rng = self.rng = np.random.default_rng([seed, number])
 
         def pick(values: Any) -> Any:
             return values[int(rng.integers(len(values)))]
 
-        P = self.P = pick([size for size in _SIZES if size <= max_ranks])
-        self.algorithm = pick(["auto", *sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())])
+        P = self.P = pick(SIZES)
+        self.algorithm = pick(["auto", "split:2", *sc.algorithms(), *(f"hierarchical:{i}" for i in inner_algorithms())])
         dtype = self.dtype = pick(list(data.DTYPES))
-        self.wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
+        self.wire = pick([wire for wire in WIRES if dtype != "float64" or WIRES[wire].kind is EXACT])
         n = self.n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
         self.k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
         self.residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
@@ -58,101 +66,77 @@ class Case:
         nodes = rng.permutation(P) // per_node if rng.random() < 0.3 else np.arange(P) // per_node
         first = {int(node): i for i, node in enumerate(dict.fromkeys(nodes.tolist()))}  # numbered in order of rank
         self.nodes = tuple(first[int(node)] for node in nodes)
-        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.cannot_count_contributors)}
-        counts = self.algorithm in knowing and (self.wire == "auto" or WIRES[self.wire].kind is EXACT)
-        self.op = pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"])
-        self.content, self.amplitude = pick(_CONTENTS), int(pick([1, 3, 8, 60]))
-        self.fault, self.victim, self.when = pick(FAULTS), int(rng.integers(P)), float(rng.random())
+        self.op = pick(["sum", "sum", "mean"])
+        self.fault = pick(DAMAGES if rng.random() < 0.5 else FAULTS)
+        self.victim, self.when = int(rng.integers(P)), float(rng.random())
         self.waits, self.seed = rng.random() < 0.15, int(rng.integers(2**31))
+        self.before = int(rng.integers(3))
 
     def __repr__(self) -> str:
-        drawn = (f"{name}={value!r}" for name, value in vars(self).items() if not isinstance(value, (list, np.ndarray)))
-        return f"Case({', '.join(drawn)})"
-
-    # -- inputs -------------------------------------------------------------------------------------------------------
+        return f"Case({', '.join(f'{k}={v!r}' for k, v in vars(self).items() if isinstance(v, (int, float, str)))})"
 
     def gradients(self, step: int) -> list[Vector]:
-        return [self._vector(self.dtype, self.seed + 1000 * step + rank) for rank in range(self.P)]
+        seeds = range(self.seed + 1000 * step, self.seed + 1000 * step + self.P)
+        return [data.integers(self.n, self.dtype, seed, AMPLITUDE) for seed in seeds]
 
     @cached_property
     def residuals(self) -> list[Vector | None]:
         """All ranks' residuals before the first step."""
         seeds = range(self.seed + 500_000, self.seed + 500_000 + self.P)
-        return [self._vector(self.residual, seed) if self.residual else None for seed in seeds]
+        return [data.integers(self.n, self.residual, seed, AMPLITUDE) if self.residual else None for seed in seeds]
 
-    def _vector(self, dtype: str, seed: int) -> Vector:
-        if self.content == "integers":
-            return data.integers(self.n, dtype, seed, self.amplitude)
-        if self.content == "special":
-            rng = np.random.default_rng([seed, self.n])
-            special = rng.choice([np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-42, 6e-8, 1.5, -1.5], self.n)
-            with np.errstate(all="ignore"):
-                v = np.where(rng.random(self.n) < 0.2, special, rng.standard_normal(self.n))
-                return v.astype(data.DTYPES[dtype])
-        return data.gradient(self.content, self.n, dtype, seed)
-
-    # -- expected results ---------------------------------------------------------------------------------------------
-
-    @property
-    def finite(self) -> bool:
-        """Whether all values, and all their sums, are finite."""
-        return self.content not in ("special", "NaN and infinities", "only NaN", "huge range")
-
-    @property
-    def few_bits(self) -> bool:
-        """Whether the values of a block share a magnitude, so that integers are rounded, and small values grow."""
-        return self.wire in WIRES and bool(WIRES[self.wire].kind.planes)
-
-    def rounds_by_history(self, name: str) -> bool:
-        """Whether the rounding of an algorithm depends on earlier calls."""
-        return "split" in name and self.wire in WIRES and WIRES[self.wire].kind is not EXACT
-
-    def exact(self, ranks: int) -> bool:
-        """Whether all sums over ``ranks`` ranks are exact, also in the residual's dtype."""
-        limit = _EXACT_UP_TO[self.residual or self.dtype]
-        return not self.few_bits and self.content == "integers" and 2 * ranks * self.amplitude <= limit
-
-    @cached_property
-    def stored(self) -> list[Vector]:
-        """Every rank's residual + x in the first step, in the residual's dtype; x if there is no residual."""
-        xs = self.gradients(0)
+    def stored(self, xs: list[Vector], residuals: list[Vector | None]) -> list[Vector]:
+        """Return every rank's residual + x, in the residual's dtype; x if there is no residual."""
         if not self.residual:
             return xs
         with np.errstate(all="ignore"):
-            sums = [widened(r) + widened(x) for r, x in zip(self.residuals, xs, strict=True)]
+            sums = [widened(r) + widened(x) for r, x in zip(residuals, xs, strict=True)]
             return [canonical(v).astype(data.DTYPES[self.residual]) for v in sums]
 
-    @cached_property
-    def accumulated(self) -> list[Vector]:
-        """Every rank's contribution to the call, in the accumulator's dtype."""
-        return [widened(v) for v in self.stored]
+    @property
+    def max_entries(self) -> int:
+        if self.algorithm == "split:2":
+            return 2 * self.k
+        algorithm = find(self.algorithm.removeprefix("hierarchical:"))
+        bounded = algorithm is not None and algorithm.bounded_result and algorithm.name != "dense"
+        return self.k if bounded else self.n
 
-    @cached_property
-    def divisor(self) -> Any:
-        if self.op == MEAN_OF_CONTRIBUTORS:
-            return num_contributors(self.accumulated, self.k)
-        return self.P if self.op == "mean" else 1
+    def check_result(self, outcomes: list[Outcome], contributions: list[Vector]) -> None:
+        """Check that all ranks have the oracle's result, and that nothing is lost."""
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.error is None, f"rank {rank} raised {outcome.error!r}"
+            assert same(outcome.dense, outcomes[0].dense), f"rank {rank} has another result than rank 0"
+            if outcome.out is not None:
+                with np.errstate(all="ignore"):
+                    assert same(outcome.out, outcome.dense.astype(outcome.out.dtype)), f"rank {rank}: out"
+        # Formats of few bits round. A damaged message may have left numbers in residuals whose sums are not exact.
+        small = all((np.abs(v) <= 4 * self.P * AMPLITUDE).all() and same(v, np.rint(v)) for v in contributions)
+        if WIRES[self.wire].kind.planes or not small:
+            return
+        divisor = self.P if self.op == "mean" else 1
+        if self.algorithm != "auto":
+            total = canonical(expected_sum(self.algorithm, [widened(v) for v in contributions], self.k, self.nodes))
+            assert same(outcomes[0].dense, (total / divisor).astype(total.dtype)), "the result is not the oracle's"
+        if self.residual:
+            left = np.sum([outcome.residual for outcome in outcomes], axis=0, dtype=np.float64)
+            total = np.sum(contributions, axis=0, dtype=np.float64)
+            assert same(left + np.rint(outcomes[0].dense.astype(np.float64) * divisor), total), "a sum is not conserved"
 
-    def total(self, name: str) -> Vector | None:
-        """Return the dense sum of the oracle for ``name``, or None if the algorithm rounds values."""
-        if self.wire.removeprefix("packed_") != self.wire and not name.startswith("dense"):
-            return None
-        with np.errstate(all="ignore"):
-            return canonical(expected_sum(name, self.accumulated, self.k, self.nodes))
 
-
-# -- the call ---------------------------------------------------------------------------------------------------------
+def same(a: Vector, b: Vector) -> bool:
+    return a.shape == b.shape and np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True)
 
 
 @dataclass
 class Outcome:
-    """A rank's state after a call."""
+    """A rank's state after a call. ``steps``, ``sent``: steps of its transport and messages in the call."""
 
     residual: Vector | None
     out: Vector | None
     result: sc.SparseVector | None = None
     error: BaseException | None = None
     steps: int = 0
+    sent: int = 0
 
     @property
     def dense(self) -> Vector:
@@ -165,7 +149,7 @@ def call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str 
     x = x.copy()
     residual = None if residual is None else residual.copy()
     out = x if case.out == "x" else np.full(case.n, 77, np.dtype(case.out)) if case.out else None
-    outcome, before = Outcome(residual, out), rank.steps
+    outcome, before = Outcome(residual, out), (rank.steps, rank.sent)
     meets = fault if rank.rank == case.victim else "none"
     k, label = 0 if meets == "refused" else case.k, "another" if meets == "mismatch" else ""
     options = {"algorithm": case.algorithm, "wire": case.wire, "op": case.op, "residual": residual, "out": out}
@@ -178,160 +162,86 @@ def call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str 
         raise
     except BaseException as error:
         outcome.error = error
-    outcome.steps = rank.steps - before
+    outcome.steps, outcome.sent = rank.steps - before[0], rank.sent - before[1]
     return outcome
 
 
-def make(case: Case, order: int, xs: list[Vector], residuals: list[Vector | None]) -> list[Outcome]:
-    """Make the call on all ranks without a fault; ``order``: the seed of the order of events."""
-    network, outcomes = Network(case.nodes, order), {}
-
-    def program(rank: Rank) -> None:
-        outcomes[rank.rank] = call(case, rank, xs[rank.rank], residuals[rank.rank])
-
-    network.run(program)
-    assert not network.violations, network.violations
-    return [outcomes[rank] for rank in range(case.P)]
+def warm_up(case: Case, rank: Rank) -> None:
+    """Make the calls before, with residuals of their own. Some algorithms remember their sums."""
+    for step in range(case.before):
+        residual = case.residuals[rank.rank]
+        outcome = call(case, rank, case.gradients(2 + step)[rank.rank], residual if residual is None else 0 * residual)
+        assert outcome.error is None, f"rank {rank.rank} raised {outcome.error!r} in a call before"
 
 
-# -- without a fault --------------------------------------------------------------------------------------------------
+def check(seed: int, number: int) -> str:
+    """Check a case, and return its kind."""
+    case = Case(seed, number)
+    try:
+        network, clean = Network(case.nodes, case.seed), dict[int, Outcome]()
+        xs = case.gradients(0)
+
+        def program(rank: Rank) -> None:
+            warm_up(case, rank)
+            clean[rank.rank] = call(case, rank, xs[rank.rank], case.residuals[rank.rank])
+
+        network.run(program)
+        assert not network.violations, network.violations
+        case.check_result([clean[rank] for rank in range(case.P)], case.stored(xs, case.residuals))
+        if case.fault == "none" or (case.P == 1 and case.fault not in ("interrupt", "error")):
+            return "without a fault"
+        return check_fault(case, clean)
+    except Exception as error:
+        raise AssertionError(f"{error}\n  in {case}") from error
 
 
-def same(a: Vector, b: Vector) -> bool:
-    return a.shape == b.shape and np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True)
-
-
-def algorithm_of(case: Case) -> str:
-    if case.algorithm != "auto":
-        return case.algorithm
-    names = []
-
-    def program(rank: Rank) -> None:
-        plan = sc.explain(case.n, case.k, comm=rank, dtype=case.dtype, op=case.op, wire=case.wire)
-        names.append(plan.candidates[0].algorithm.name)
-
-    Network(case.nodes, 0).run(program)
-    return names[0]
-
-
-def check_result(case: Case, outcomes: list[Outcome]) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None, f"rank {rank} raised {outcome.error!r} without a fault"
-    first = check_equal(outcomes)
-    name = algorithm_of(case)
-    check_nans(case, name, first)
-    total = case.total(name)
-    if total is not None:
-        with np.errstate(all="ignore"):
-            expected = (total / case.divisor).astype(total.dtype)
-        assert same(first, expected), f"the result of {name} is not the oracle's"
-    if case.residual:
-        check_residuals(case, name, outcomes, first)
-
-
-def check_equal(outcomes: list[Outcome]) -> Vector:
-    """Check that all ranks have the same result, and return it."""
-    first = outcomes[0].dense
-    bits = first.tobytes()
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.dense.tobytes() == bits, f"rank {rank} has another result than rank 0"
-        if outcome.out is not None:
-            with np.errstate(all="ignore"):
-                assert same(outcome.out, first.astype(outcome.out.dtype)), f"rank {rank}: out is not the result"
-    return first
-
-
-def check_nans(case: Case, name: str, result: Vector) -> None:
-    """Check that NaNs reach all ranks: they rank first, so that k of them are in every global top-k."""
-    algorithm = find(name)
-    if case.finite or algorithm is None or not (algorithm.bounded_result and algorithm.rejects):
-        return
-    stored = np.array([v.astype(np.float64) for v in case.stored])
-    with np.errstate(all="ignore"):
-        possible = np.isnan(stored.sum(axis=0)) | np.isinf(stored).any(axis=0)
-    is_nan = np.isnan(stored).any(axis=0)
-    if possible.sum() <= case.k:
-        assert np.all(np.isnan(result[is_nan])), f"NaNs of ranks are not in the result of {name}"
-
-
-def check_residuals(case: Case, name: str, outcomes: list[Outcome], result: Vector) -> None:
-    residuals = [outcome.residual for outcome in outcomes]
-    algorithm, total = find(name), outcomes[0].result
-    if algorithm is not None and algorithm.bounded_result and algorithm.rejects and total is not None:
-        outside = np.ones(case.n, np.bool_)
-        outside[total.indices] = False  # the mean of a non-zero sum may be 0
-        for rank, (mine, stored) in enumerate(zip(residuals, case.stored, strict=True)):
-            assert same(mine[outside], stored[outside]), f"rank {rank}: outside the result the residual is not r + x"
-    check_sum(case, [v.astype(np.float64) for v in case.accumulated], residuals, result, exact=case.exact(case.P))
-
-
-def check_sum(case: Case, entered: list[Vector], residuals: list[Any], result: Vector, *, exact: bool) -> None:
-    """Check that the contributions ``entered`` are in the result or in residuals; ``exact``: to the bit."""
-    if not all(np.isfinite(v).all() for v in entered):
-        return
-    applied = result.astype(np.float64) * case.divisor
-    left = np.sum(residuals, axis=0, dtype=np.float64)
-    if exact:
-        assert same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
-        return
-    eps = max(np.finfo(np.float32).eps, {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(case.residual, 0.0))
-    size = np.sum(np.abs(entered), axis=0) + np.abs(applied)
-    size = size.max(initial=0) if case.few_bits else size
-    error = np.abs(left + applied - np.sum(entered, axis=0))
-    assert np.all(error <= 4 * case.P * eps * size + 1e-6), "the sum is not conserved, beyond rounding"
-
-
-# -- with a fault -----------------------------------------------------------------------------------------------------
-
-
-def check_fault(case: Case, clean: list[Outcome], counts: Counter[str]) -> None:
+def check_fault(case: Case, clean: dict[int, Outcome]) -> str:
     xs, again = case.gradients(0), case.gradients(1)
+    stored = case.stored(xs, case.residuals)
     network = Network(case.nodes, case.seed + 1)
     first, second = dict[int, Outcome](), dict[int, Outcome]()
-    victim = network.ranks[case.victim]
+    steps, sent = clean[case.victim].steps, clean[case.victim].sent
+    damage = Damage(case, int(case.when * sent)) if case.fault in DAMAGES else None
     faults = {"interrupt": KeyboardInterrupt(), "error": OSError("of the fault"), "crash": Crash()}
-    victim.fault = faults.get(case.fault)
-    victim.fault_step = 1 + int(case.when * clean[case.victim].steps)
 
     def program(rank: Rank) -> None:
+        warm_up(case, rank)
+        if rank.rank == case.victim:
+            rank.fault, rank.damage = faults.get(case.fault), damage
+            rank.fault_step = rank.steps + 1 + int(case.when * steps)
         first[rank.rank] = call(case, rank, xs[rank.rank], case.residuals[rank.rank], case.fault)
-        rank.fault = None
+        rank.fault = rank.damage = None
         network.barrier(rank)
         if case.fault == "crash":
             return
         sc.realign(rank)
         second[rank.rank] = call(case, rank, again[rank.rank], first[rank.rank].residual)
 
-    network.run(program)
+    with messages_noted(damage):
+        network.run(program)
     assert not network.violations, network.violations
     for rank, outcome in first.items():
-        check_outcome(case, rank, outcome, clean[rank], counts)
+        if damage is None or not damage.done:
+            check_outcome(case, rank, outcome, clean[rank], stored[rank])
+        elif outcome.result is not None:
+            check_well_formed(case, outcome.result)
+        else:
+            expected = sc.CollectiveMismatchError, sc.TransportError
+            assert isinstance(outcome.error, expected), f"rank {rank} raised {outcome.error!r}"
+            unchanged = outcome.residual is None or same(outcome.residual, stored[rank])
+            assert unchanged, f"rank {rank} raised {outcome.error!r}, and its residual is not residual + x"
     if second:
-        expected = make(case, case.seed + 2, again, [first[rank].residual for rank in range(case.P)])
-        for rank, outcome in second.items():
-            assert outcome.error is None, f"the next call: rank {rank} raised {outcome.error!r}"
-        if case.rounds_by_history(algorithm_of(case)):
-            check_equal([second[rank] for rank in range(case.P)])
-            if case.residual:
-                entered = [np.float64(first[rank].residual) + np.float64(again[rank]) for rank in range(case.P)]
-                left = [second[rank].residual for rank in range(case.P)]
-                check_sum(case, entered, left, second[0].dense, exact=case.exact(2 * case.P))
-            expected = [second[rank] for rank in range(case.P)]
-        for rank, outcome in second.items():
-            assert same(outcome.dense, expected[rank].dense), f"the next call: rank {rank} has a wrong result"
-            if outcome.residual is not None and expected[rank].residual is not None:
-                assert same(outcome.residual, expected[rank].residual), f"the next call: rank {rank}'s residual"
-        counts["next calls after a fault"] += 1
+        residuals = [first[rank].residual for rank in range(case.P)]
+        case.check_result([second[rank] for rank in range(case.P)], case.stored(again, residuals))
+    raised = any(outcome.error for outcome in first.values())
+    return f"{case.fault}: {'raised' if raised else 'no rank raised'}"
 
 
-def check_outcome(case: Case, rank: int, outcome: Outcome, clean: Outcome, counts: Counter[str]) -> None:
+def check_outcome(case: Case, rank: int, outcome: Outcome, clean: Outcome, stored: Vector) -> None:
+    """Check that a call that another fault than a damaged message ended is complete or undone."""
     if outcome.error is None:
-        counts["ranks done in spite of a fault"] += 1
         assert same(outcome.dense, clean.dense), f"rank {rank}: another result than without the fault"
-    elif rank == case.victim and case.fault != "mismatch":
-        counts[f"victims that raised {type(outcome.error).__name__}"] += 1
-    else:
-        counts[f"ranks that raised {type(outcome.error).__name__}"] += 1
+    elif rank != case.victim or case.fault == "mismatch":
         kinds = sc.CollectiveMismatchError if case.fault == "mismatch" else sc.TransportError
         assert isinstance(outcome.error, kinds), f"rank {rank} raised {outcome.error!r}"
     if outcome.residual is None or clean.residual is None:
@@ -344,21 +254,118 @@ def check_outcome(case: Case, rank: int, outcome: Outcome, clean: Outcome, count
     elif rank == case.victim and isinstance(outcome.error, sc.InvalidInputError):
         assert same(outcome.residual, case.residuals[rank]), f"rank {rank} was refused, and its residual has changed"
     else:
-        unchanged = same(outcome.residual, case.stored[rank])
-        assert unchanged or (committed and rank == case.victim), (
+        assert same(outcome.residual, stored) or (committed and rank == case.victim), (
             f"rank {rank} raised {outcome.error!r}, and its residual is neither residual + x nor committed with out"
         )
 
 
-class Calls(Numbered):
-    unit, chunk = "calls", 2000
-    options = (*numbered(unit, 10_000), ("max_ranks", 33, "ranks, at most"), SANITIZED)
+# -- damaged messages -------------------------------------------------------------------------------------------------
 
-    def check(self, number: int) -> None:
-        case = self.case = Case(self.report.seed, number, self.arguments.max_ranks)
-        clean = make(case, case.seed, case.gradients(0), case.residuals)
-        check_result(case, clean)
-        self.counts["calls without a fault"] += 1
-        if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
-            check_fault(case, clean, self.counts)
-            self.counts[f"calls with fault {case.fault}"] += 1
+
+def check_well_formed(case: Case, result: sc.SparseVector) -> None:
+    indices, values = np.asarray(result.indices), np.asarray(result.values)
+    assert len(indices) == len(values), "as many indices as values"
+    assert np.all(np.diff(indices) > 0), f"indices that do not increase: {indices.tolist()[:20]} ..."
+    assert not len(indices) or (indices[0] >= 0 and indices[-1] < case.n), "indices out of range"
+    assert len(indices) <= case.max_entries, f"{len(indices)} entries, of {case.max_entries} at most"
+
+
+class Damage:
+    """Replaces message number ``which`` of the victim. ``done``: whether it was replaced."""
+
+    def __init__(self, case: Case, which: int) -> None:
+        self.case, self.which, self.sent, self.done = case, which, 0, False
+        # Id of a message -> (the message, so that its id is not reused; function that makes another).
+        self.others: dict[int, tuple[Any, Callable[[], Any]]] = {}
+
+    def __call__(self, message: Any) -> Any:
+        """Return the message to send in place of ``message``."""
+        case, rng = self.case, self.case.rng
+        self.sent += 1
+        if self.sent != self.which + 1:
+            return message
+        self.done = True
+        if case.fault in ("vectors", "words") and id(message) in self.others:
+            return self.others[id(message)][1]()
+        if case.fault == "payload" and len(message) > HEADER_BYTES + 4:
+            other = message.copy()
+            for _ in range(rng.integers(1, 3)):
+                at = int(rng.integers(HEADER_BYTES, len(message) - 3))
+                other[at : at + 4] = rng.integers(0, 256, 4, np.uint8)
+            return other
+        (other,) = damaged(message, 1, CALL_BYTES, [case.n - 1, case.n, case.k, case.k + 1], rng)
+        return other
+
+
+@contextmanager
+def messages_noted(damage: Damage | None) -> Iterator[None]:
+    """Let ``damage`` know how to make other messages in place of those that ranks encode meanwhile."""
+    if damage is None:
+        yield
+        return
+    entries, parcel, case, rng = Messages.entries, Messages.parcel, damage.case, damage.case.rng
+
+    def noted(message: Any, other: Callable[[], Any]) -> Any:
+        damage.others[id(message)] = message, other
+        return message
+
+    def new_entries(messages: Messages, vector: sc.SparseVector, wire: Wire, round_no: int) -> Any:
+        other = lambda: entries(messages, other_vector(vector, wire, rng), wire, round_no)  # noqa: E731
+        return noted(entries(messages, vector, wire, round_no), other)
+
+    def new_parcel(messages: Messages, vectors: Any, words: Any, wire: Wire, round_no: int) -> Any:
+        def other() -> Any:
+            drawn, sent = list(vectors), list(words)
+            if case.fault == "words" or not drawn:
+                sent = other_words(words, rng, [case.n - 1, case.n, case.k])
+            else:
+                at = int(rng.integers(len(drawn)))
+                drawn[at] = other_vector(drawn[at], wire, rng)
+            if rng.random() < 0.05:
+                drawn = drawn[:-1] if rng.random() < 0.5 else drawn + drawn[:1]
+            return parcel(messages, drawn, sent, wire, round_no)
+
+        return noted(parcel(messages, vectors, words, wire, round_no), other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Messages, "entries", new_entries)
+        patch.setattr(Messages, "parcel", new_parcel)
+        yield
+
+
+def other_vector(vector: sc.SparseVector, wire: Wire, rng: np.random.Generator) -> sc.SparseVector:
+    """Return another vector, as from a faulty or hostile rank."""
+    n, nnz = vector.size, vector.nnz
+    indices, values = vector.indices.copy(), vector.values.copy()
+    how = rng.choice(["elsewhere", "moved", "values", "none", "doubled", "swapped", "outside", "zero"])
+    if how in ("elsewhere", "moved") or not nnz:
+        drawn = rng.integers(0, n, int(rng.integers(0, 2 * nnz + 3)))
+        indices = np.unique(drawn if how != "moved" else indices + rng.integers(-(n // 2) - 1, n // 2 + 1))
+        indices = indices[(indices >= 0) & (indices < n)].astype(vector.indices.dtype)
+        values = rng.integers(1, 10, len(indices)).astype(values.dtype)
+    elif how == "values":
+        values = rng.choice([1, -1, 300, np.nan, np.inf, -np.inf, 1e30], nnz).astype(values.dtype)
+    elif how == "none":
+        indices, values = indices[:0], values[:0]
+    elif how == "doubled" and nnz > 1:
+        at = int(rng.integers(1, nnz))
+        indices[at] = indices[at - 1]
+    elif how == "swapped" and nnz > 1 and not wire.needs_codec:
+        at = int(rng.integers(1, nnz))
+        indices[at - 1 : at + 1] = indices[at - 1 : at + 1][::-1].copy()
+    elif how == "outside" and not wire.needs_codec:
+        indices[rng.choice([0, -1])] = rng.choice([-1, n, n + 1, -(2**31), 2**31 - 1])
+    elif how == "zero":
+        values[int(rng.integers(nnz))] = 0
+    other = sc.SparseVector.trusted(indices, values, n, vector.shape)
+    return other if wire.kind is EXACT or how == "zero" else BACKEND.quantize(other, wire.kind)[0]
+
+
+def other_words(words: Any, rng: np.random.Generator, numbers: list[int]) -> list[int]:
+    other = list(words)
+    if other and rng.random() < 0.8:
+        at = int(rng.integers(len(other)))
+        chosen = [*NUMBERS, *numbers, other[at] + 1, max(0, other[at] - 1)]
+        other[at] = int(chosen[rng.integers(len(chosen))]) % 2**64
+        return other
+    return [*other, int(rng.integers(0, 2**62))] if rng.random() < 0.5 else other[:-1]

@@ -1,12 +1,12 @@
 """Random lives of training jobs: events between and within steps, on 2, 3 or 4 ranks; 4 ranks are two nodes.
 
-A life has a front end (`SparseAdamW` with and without overlap, `register`, `DistributedOptimizer`, `DiLoCo`, arrays and
-JAX), options and a list of events: ranks without batches, warm-ups from learning rate 0, frozen, unfrozen, added and
-moved parameters, changes of states and settings, accumulation, snapshots, NaN, interrupts, slow ranks. After each step
-the ranks' weights are compared, and at density 1.0 also with dense training. Either all ranks raise errors of the
+A life has a front end of PyTorch (`SparseAdamW` with and without overlap, `register`, `DistributedOptimizer`,
+`DiLoCo`), options and a list of events: ranks without batches, warm-ups from learning rate 0, frozen, unfrozen, added
+and moved parameters, changes of states and settings, accumulation, snapshots, NaN, interrupts, slow ranks. After each
+step the ranks' weights are compared, and at density 1.0 also with dense training. Either all ranks raise errors of the
 library, or the weights must be equal.
 
-`tests.stress.lives_torch` and `tests.stress.lives_arrays` run the lives.
+`tests.stress.lives_torch` has the ranks, which are forked processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -33,15 +32,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.stress.harness import Numbered, numbered
-
-TIMEOUT = 6.0  # SPARSECOMM_TIMEOUT
+ENVIRONMENT = {
+    "SPARSECOMM_TIMEOUT": "6", "SPARSECOMM_PROFILE": "none", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 DEADLINE = 60.0  # seconds after which a step is considered to hang
 TOLERANCE = 2e-5  # of weights, at density 1.0
 ADAMW = ("adamw", "overlap")
 TORCH = (*ADAMW, "optimizer", "register", "diloco")
-SIMULATED = ("arrays", "reducer", "local", "jax adamw", "jax sparsify", "jax tree")
-FREQUENCIES = (5, 3, 4, 2, 3, 2, 1, 1, 1, 1, 1)  # relative frequencies of the front ends
+FREQUENCIES = (5, 3, 4, 2, 3)  # relative frequencies of the front ends
 NAMES = ("matrix", "bias", "kernel", "number")  # of parameters
 INTERRUPTED, IN_WORDS = "ok, interrupted", "ok, an error in words on all ranks"
 OK, PARTED, UNLIKE, UNEVEN, HUNG, CRASHED = "ok", "PARTED SILENTLY", "UNLIKE DENSE", "UNEVEN", "HUNG", "CRASHED"
@@ -95,7 +93,7 @@ class Life:
     def exact(self) -> bool:
         """Whether results must equal dense training."""
         dense = self.options.get("density") == 1.0 and not self.options.get("momentum")
-        return dense and self.front in TORCH and self.front != "diloco"
+        return dense and self.front != "diloco"
 
     def factor(self, step: int) -> float:
         """Return the factor of the learning rate."""
@@ -117,8 +115,8 @@ class Life:
 
 def life_of(seed: int, number: int) -> Life:
     choose = random.Random(f"{seed} {number}")
-    front, P = choose.choices((*TORCH, *SIMULATED), FREQUENCIES)[0], choose.choice((2, 2, 3, 4, 4))
-    density = choose.choice((1.0, 0.09 if "adamw" in front or front in ("overlap", "arrays") else 0.2))
+    front, P = choose.choices(TORCH, FREQUENCIES)[0], choose.choice((2, 2, 3, 4, 4))
+    density = choose.choice((1.0, 0.09 if front in ADAMW else 0.2))
     options: dict[str, Any] = {"density": density}
     habits: dict[str, Any] = {"none": choose.random() < 0.7, "passes": choose.choice((1, 1, 1, 2, 3))}
     if front in ADAMW:
@@ -135,7 +133,7 @@ def life_of(seed: int, number: int) -> Life:
         options["fragment_sync_delay"] = choose.choice((0, 0, 1))
         habits |= {"outer": choose.random() < 0.5, "inner": choose.choice(("SGD", "AdamW"))}
     habits |= {"warm-up": choose.choice((0, 0, 1, 2, 3)), "scheduler": choose.random() < 0.5}
-    habits["frozen"] = front in TORCH and choose.choice(("", "", "named", "unnamed"))
+    habits["frozen"] = choose.choice(("", "", "named", "unnamed"))
     life = Life(number, P, front, choose.randint(6, 12), options, habits)
     for _ in range(choose.randint(1, 7)):
         for event in _events(life, choose):
@@ -150,8 +148,6 @@ def life_of(seed: int, number: int) -> Life:
 def _kinds(life: Life) -> list[str]:
     """Return the possible kinds of events, more frequent ones several times."""
     front, kinds = life.front, ["no batch", "no batch", "no batch", "slow", "unused"]
-    if front in SIMULATED:
-        return [*kinds, "nan", "weights", "reload", "lone rate", "lone swap", "discard"]
     kinds += ["freeze", "way", "way", "dcp", "load"]
     if front in ADAMW:
         kinds += ["way"] * 3 + ["nan", "lone rate", "lone swap", "lone move"]
@@ -219,8 +215,6 @@ class Record:
     error: tuple[list[str], str] | None = None  # (names of its class and base classes, text)
     digest: str = ""
     unlike: float = 0.0  # the largest difference from dense training, relative to the largest weight
-    skipped: int = 0  # events that were not possible
-    interrupts: int = 0
 
     def fail(self, error: BaseException) -> None:
         frames = reversed(traceback.extract_tb(error.__traceback__)[-7:])
@@ -253,26 +247,13 @@ def verdict_of(life: Life, records: list[Record], *, again: bool = False) -> tup
     return OK, ""
 
 
-def judge(life: Life, ranks: list[list[Record]]) -> tuple[str, str, int]:
-    """Judge the records of simulated ranks."""
-    for step in range(life.steps):
-        records = [records[step] if step < len(records) else records[-1] for records in ranks]
-        verdict = verdict_of(life, records)
-        if len({record.step for record in records}) > 1 and verdict[0].startswith("ok"):
-            verdict = UNEVEN, verdict[1]
-        if verdict[0] != OK:
-            return *verdict, step
-    return OK, "", life.steps
-
-
 class Ranks:
-    """Forked processes: P ranks of PyTorch for one life, or one process with simulated ranks for many."""
+    """P forked processes that train."""
 
     def __init__(self, life: Life) -> None:
-        self.folder, self.counts = Path(tempfile.mkdtemp(prefix="sparsecomm-life-")), Counter[str]()
-        self.torch = life.front in TORCH
+        self.folder = Path(tempfile.mkdtemp(prefix="sparsecomm-life-"))
         self.pipes, self.processes, fork = [], [], multiprocessing.get_context("fork")
-        for rank in range(life.P if self.torch else 1):
+        for rank in range(life.P):
             mine, child_end = fork.Pipe()
             process = fork.Process(target=self.be_child, args=(life, rank, child_end), daemon=True)
             process.start()
@@ -291,10 +272,7 @@ class Ranks:
             faulthandler.register(signal.SIGUSR2, all_threads=True)
             logging.disable(logging.WARNING)
             warnings.simplefilter("ignore")
-            if self.torch:
-                import_module("tests.stress.lives_torch").be_rank(life, rank, pipe, self.folder)
-            else:
-                import_module("tests.stress.lives_arrays").be_ranks(pipe)
+            import_module("tests.stress.lives_torch").be_rank(life, rank, pipe, self.folder)
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -304,7 +282,7 @@ class Ranks:
     def receive(self) -> list[Any] | tuple[str, str]:
         """Return each rank's next message, or a verdict if one is missing."""
         messages: list[Any] = []
-        end = time.monotonic() + DEADLINE * (1 if self.torch else 4)
+        end = time.monotonic() + DEADLINE
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(max(0.0, end - time.monotonic())):
                 for process in self.processes:
@@ -324,10 +302,6 @@ class Ranks:
 
     def live(self, life: Life) -> tuple[str, str, int]:
         """Return verdict, reasons, and the last step."""
-        if not self.torch:
-            self.pipes[0].send(life)
-            answer = self.receive()
-            return (*answer, -1) if isinstance(answer, tuple) else judge(life, answer[0])
         last, step, restarted = (OK, ""), 0, -1
         while True:
             answer = self.receive()
@@ -336,8 +310,6 @@ class Ranks:
             if answer[0] is None:  # the ranks have ended
                 return *last, step
             step = answer[0].step
-            self.counts["interrupts"] += sum(record.interrupts for record in answer)
-            self.counts["events that could not happen"] += answer[0].skipped
             verdict = verdict_of(life, answer, again=restarted == step)
             reply: Any = None
             if verdict[0] == INTERRUPTED:
@@ -358,38 +330,16 @@ class Ranks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Lives(Numbered):
-    options = (
-        *numbered("lives", 500),
-        ("without", "", "kinds of events to leave out, separated by commas, such as 'lone swap,add'"),
-        ("show", False, "print the verdict about each life"),
-    )
-    unit, chunk = "lives", 50
-    simulated: Ranks | None = None  # for lives on simulated ranks
-
-    def run(self) -> None:
-        os.environ |= {"SPARSECOMM_TIMEOUT": str(TIMEOUT), "SPARSECOMM_PROFILE": "none", "JAX_PLATFORMS": "cpu"}
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        super().run()
-
-    def check(self, number: int) -> None:
-        import_module("tests.stress.lives_torch")  # in the parent, before it forks
-        life = self.case = life_of(self.report.seed, number)
-        life.events = [event for event in life.events if event.kind not in self.arguments.without.split(",")]
-        ranks = (None if life.front in TORCH else self.simulated) or Ranks(life)
-        verdict = ""
-        try:
-            verdict, why, step = ranks.live(life)
-        finally:
-            over = ranks.torch or verdict in ("", HUNG, CRASHED)
-            if over:
-                ranks.end()
-            if not ranks.torch:
-                self.simulated = None if over else ranks
-        self.counts += ranks.counts
-        self.counts.update([verdict, f"lives of {life.front}"])
-        self.counts["events"] += len(life.events)
-        if self.arguments.show:
-            print(f"{verdict}: {life}; ended at step {step}: {why[:300]}\n", end="", file=sys.stderr, flush=True)
-        if not verdict.startswith("ok"):
-            raise AssertionError(f"{verdict} in step {step}: {why}")
+def check(seed: int, number: int) -> str:
+    """Play a life, and return its front end and the verdict."""
+    os.environ |= ENVIRONMENT
+    import_module("tests.stress.lives_torch")  # in the parent, before it forks
+    life = life_of(seed, number)
+    ranks = Ranks(life)
+    try:
+        verdict, why, step = ranks.live(life)
+    finally:
+        ranks.end()
+    if not verdict.startswith(OK):
+        raise AssertionError(f"{verdict} in step {step}: {why}\n  in {life}")
+    return f"{life.front}: {verdict}"

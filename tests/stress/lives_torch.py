@@ -129,7 +129,7 @@ class TorchLife:
         """Apply the events before a step."""
         for event in self.life.at(step, rank=self.rank):
             if act := getattr(self, f"on_{event.kind.replace(' ', '_')}", None):
-                self.skipped += act(event) is False
+                act(event)
         kinds = {event.kind for event in self.life.at(step)}
         if kinds & {"lone rate", "lone swap", "lone move"} or ("nan" in kinds and self.scaler is None):
             self.exact = False  # after NaN, residuals contain the finite gradients
@@ -139,25 +139,24 @@ class TorchLife:
                 for i, group in enumerate(t.groups):
                     group["lr"] = RATES[i % 2] * self.life.factor(step)
 
-    def on_way(self, event: Event) -> bool:
+    def on_way(self, event: Event) -> None:
         """Apply a change to both runs, if the oracle supports it."""
         name, sample = event.value, self.both[0]
         if name in GROUPS and (len(sample.groups) != 2 or min(map(len, sample.named_groups())) < 2):
-            return False
+            return
         if self.t.sparse and name not in WEIGHTS and name not in GROUPS:
             states = [sample.optimizer.state.get(p, {}) for p in sample.parameters]
             if not all({"step", *MOMENTS} <= state.keys() for state in states):
-                return False
+                return
         if name == "rolled_back" and sample.snapshot is None:
-            return False
+            return
         if event.kind == "later" and name == "averages_swapped_in_and_out" and "data" not in sample.memo:
-            return False
+            return
         for t in self.both:
             if event.kind == "way" and WAYS[name].whole:
                 t.make_whole()
             change = WAYS[name].change if event.kind == "way" else WAYS[name].later
             change(t)
-        return True
 
     on_later = on_way
 
@@ -172,16 +171,15 @@ class TorchLife:
         for t in self.both:
             t.model[event.value].requires_grad_(True)
 
-    def on_unfreeze(self, event: Event) -> bool:
+    def on_unfreeze(self, event: Event) -> None:
         """Unfreeze the parameter that was frozen at first, and add a group if it has none."""
         if self.t.model["frozen"].requires_grad:
-            return False
+            return
         for t in reversed(self.both):  # if it is refused, nothing changes
             if self.life.habits["frozen"] == "unnamed" and self.life.front != "register":
                 t.optimizer.add_param_group({"params": [t.model["frozen"]], "lr": 0.01})
             t.model["frozen"].requires_grad_(True)
         self.exact = self.exact and self.life.front != "register"
-        return True
 
     def on_add(self, event: Event) -> None:
         for t in reversed(self.both):
@@ -197,12 +195,11 @@ class TorchLife:
     def on_save(self, event: Event) -> None:
         self.saved = [(t.named_groups(), t.saved()) for t in self.both]
 
-    def on_load(self, event: Event) -> bool:
+    def on_load(self, event: Event) -> None:
         if [t.named_groups() for t in self.both] != [names for names, _ in self.saved or []]:
-            return False
+            return
         for t, (_, state) in zip(self.both, self.saved, strict=True):
             t.load(state)
-        return True
 
     def on_dcp(self, event: Event) -> None:
         """Get the states like trainers, before the backward pass.
@@ -232,13 +229,12 @@ class TorchLife:
         self.set(second, lr=rates[0])
         self.set(first, lr=rates[1])
 
-    def on_lone_move(self, event: Event) -> bool:
+    def on_lone_move(self, event: Event) -> None:
         first, second = self.t.groups[0], self.t.groups[-1]
         if first is second or len(first["params"]) < 2:
-            return False
+            return
         self.undo += [partial(group.update, params=list(group["params"])) for group in (first, second)]
         second["params"].append(first["params"].pop())
-        return True
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -252,7 +248,6 @@ class TorchLife:
         if interrupts:
             self.kept = [(t.named_groups(), t.saved()) for t in self.both]
         self.undo: list[Callable[[], None]] = []
-        self.skipped = self.interrupted = 0
         record = Record(step)
         try:
             self.before(step)
@@ -265,7 +260,6 @@ class TorchLife:
                 self.train_oracle(self.oracle, step)
                 record.unlike = self.unlike(self.oracle) if self.exact else 0.0
             record.digest = digest_of(self.compared(step))
-        record.skipped, record.interrupts = self.skipped, self.interrupted
         return record
 
     def compared(self, step: int) -> list[Any]:
@@ -339,7 +333,6 @@ class TorchLife:
 
         def handler(number: int, frame: object) -> None:
             if active:
-                self.interrupted += 1
                 raise InterruptError
 
         before = signal.signal(signal.SIGALRM, handler)

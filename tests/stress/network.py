@@ -157,7 +157,8 @@ class Rank(FailureDetector):
         super().__init__(node_of_rank)
         self.rank, self.size, self._network = rank, len(node_of_rank), network
         self.fault: BaseException | None = None
-        self.fault_step, self.steps, self.crashed = -1, 0, False
+        self.fault_step, self.steps, self.sent, self.crashed = -1, 0, 0, False
+        self.damage: Callable[[Bytes], Bytes] | None = None  # returns the message to send in place of one
         self.inbox: dict[tuple[int, int], deque[Message]] = {}
         self.arrived: list[ControlMessage] = []
         self.waits_for: int | None = None
@@ -204,6 +205,8 @@ class Rank(FailureDetector):
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         self._network.step(self)
         self._check_peer(to)
+        self.sent += 1
+        data = data if self.damage is None else self.damage(data)
         eager = self._network.random.random() < 0.5
         message = Message(self, to, self.number, data.copy() if eager else data, eager)
         self._unfinished.append(message)

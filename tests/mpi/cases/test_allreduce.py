@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +78,34 @@ def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
             works(pair)
             pair.Free()
         barrier()
+
+
+def resources() -> dict[str, int]:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "bytes of memory": pages * resource.getpagesize(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("count", "communicators"), [(4000, False), (200, True)])
+def test_calls_and_communicators_leave_nothing_behind(count: int, communicators: bool) -> None:
+    algorithms = "split", "butterfly", "allgather", "tree", "dense"
+    x = np.random.default_rng(RANK).standard_normal(200).astype(np.float32)
+    residual, out, before = np.zeros_like(x), np.empty_like(x), dict[str, int]()
+    for i in range(count):
+        if i == count // 2:
+            before = resources()
+        comm = WORLD.Dup() if communicators else WORLD
+        options = {"algorithm": algorithms[i % 5], "wire": ("plain", "packed")[i % 2], "residual": residual}
+        sc.isparse_allreduce(x, 5, comm=comm, out=out, **options).wait()
+        if communicators:
+            comm.Free()
+    for kind, number in resources().items():
+        assert number - before[kind] <= (2**20 if "bytes" in kind else 0), kind
 
 
 # -- calls in the background ------------------------------------------------------------------------------------------

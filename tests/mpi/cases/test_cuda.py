@@ -19,6 +19,7 @@ from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.mpi.ranks import MPI, RANK, WORLD, barrier
+from tests.thinning import exhaustive
 
 FIRST = 65_536  # bytes of a message's first piece; if it is full, another follows
 
@@ -47,7 +48,9 @@ def step(comm, algorithm, device):
     return *entries, residual, out
 
 
-@pytest.mark.parametrize(("aware", "every", "chunk"), [("0", 1, 64), ("0", 2, 1 << 22), ("1", 1, 64), ("1", 2, 64)])
+@pytest.mark.parametrize(
+    ("aware", "every", "chunk"), [exhaustive("0", 1, 64), ("0", 2, 1 << 22), ("1", 1, 64), exhaustive("1", 2, 64)]
+)
 def test_collectives(
     aware: str, every: int, chunk: int, device: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -112,6 +115,78 @@ def test_nobody_listens_when_all_are_connected(streams: int) -> None:
     assert all(connections.join(SECONDS) for connections in by_rank)
     for connections in by_rank:
         connections.close(1.0)
+
+
+# Makes connections to some ports without end, and sends less than a hello, a wrong one, or a reset. Prints a line now
+# and then.
+FLOOD = """
+import collections, random, resource, socket, struct, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+choose, held, number = random.Random(1), collections.deque(), 0
+while True:
+    for port in map(int, sys.argv[1:]):
+        if len(held) == min(2000, hard - 100):
+            held.popleft().close()
+        other = socket.socket()
+        other.setblocking(False)
+        other.connect_ex(("127.0.0.1", port))
+        kind = choose.choice(["silent", "slow", "half", "guess", "garbage", "reset"])
+        try:
+            if kind == "slow" and held:
+                choose.choice(held).send(b"s")
+            elif kind == "half":
+                other.send(b"sparsec2" + choose.randbytes(choose.randrange(24)))
+            elif kind == "guess":
+                other.send(b"sparsec2" + choose.randbytes(16) + struct.pack("<IHH", 2, 0, 1))
+            elif kind == "garbage":
+                other.send(choose.randbytes(choose.randrange(1, 5000)))
+            elif kind == "reset":
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                other.close()
+        except OSError:
+            pass
+        held.append(other)
+        number += 1
+        if number % 4000 == 0:
+            print(number, flush=True)
+"""
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_ranks_connect_during_a_flood_with_few_descriptors() -> None:
+    by_rank = [Connections(rank, 3, 2**22, 1) for rank in range(3)]
+    ports = listen(by_rank)
+    for connections in by_rank[:2]:
+        connections.start(300.0)
+    before, (soft, hard) = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 80, hard))
+    flood = subprocess.Popen([sys.executable, "-c", FLOOD, *map(str, ports[:2])], stdout=subprocess.PIPE)
+    try:
+        assert flood.stdout is not None
+        taken = []
+        for _ in range(3):
+            flood.stdout.readline()
+            taken.append(descriptors() - before)
+        assert max(taken) < 2 * 32
+        by_rank[2].start(300.0)
+        assert all(connections.join(SECONDS) for connections in by_rank)
+        for port in ports:
+            until(lambda port=port: nobody_listens(port))
+        for a, b in ((0, 1), (1, 2), (2, 0)):
+            by_rank[a].send(b, 0, noise(100, a), None)
+            assert collect(by_rank[b], 1, 0)[0][0][2].tobytes() == noise(100, a).tobytes()
+        flood.stdout.readline()
+        assert descriptors() - before < 16
+    finally:
+        flood.kill()
+        flood.communicate()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for connections in by_rank:
+            connections.close(1.0)
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -8,7 +8,6 @@ loaded.
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import shutil
@@ -23,7 +22,6 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.stress.harness import Numbered, numbered
 
 MAX_BYTES = 1 << 30  # largest file that is read
 Damage = Callable[[Path, Path, np.random.Generator], object]  # (file, another file, random generator)
@@ -176,13 +174,3 @@ class Case:
             return loaded.step
 
         return simulated.run(self.P, program, catch=True)
-
-
-class DamagedFiles(Numbered):
-    unit, chunk = "files", 100
-    options = numbered(unit, 2000)
-
-    def check(self, number: int) -> None:
-        logging.getLogger("sparsecomm").setLevel(logging.ERROR)
-        case = Case(self.report.seed, number)
-        self.counts[f"{'torch' if case.torch else 'arrays'}: {case.play()}"] += 1

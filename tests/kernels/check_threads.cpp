@@ -1,6 +1,5 @@
 // The pool and the scratch memory of the kernels, used by several threads at once, and by children that were forked
-// meanwhile. Built with ThreadSanitizer by threads.py; with KERNELS, selections are made, too. The arguments: threads,
-// calls of each, forks, seed.
+// meanwhile. Built with ThreadSanitizer by test_sanitizers.py. The arguments: threads, calls of each, forks, seed.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,9 +13,7 @@
 #include <vector>
 
 #include "buffer.hpp"
-#ifdef KERNELS
 #include "kernels.hpp"
-#endif
 #include "pool.hpp"
 
 using namespace sparsecomm;
@@ -54,7 +51,6 @@ void scratch(std::mt19937_64& random) {
         for (size_t j = 0; j < counts[i]; j++) expect(blocks[i][j] == mine + i, "scratch memory has two owners");
 }
 
-#ifdef KERNELS
 // A selection large enough to be shared by threads.
 void select(std::mt19937_64& random) {
     const size_t n = 300000, k = 100;
@@ -67,9 +63,6 @@ void select(std::mt19937_64& random) {
     const size_t found = topk({x.data(), Type::f32, n}, &r, k, false, index.data(), value.data(), 3, memory);
     expect(found == k && size_t(index[0]) == at && value[k - 1] == 3.25f && residual[at] == 0, "a selection");
 }
-#else
-void select(std::mt19937_64&) {}
-#endif
 
 void work(uint64_t seed, int calls) {
     std::mt19937_64 random(seed);

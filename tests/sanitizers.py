@@ -1,7 +1,7 @@
-"""AddressSanitizer and UndefinedBehaviorSanitizer for attacks with numbered cases.
+"""AddressSanitizer and UndefinedBehaviorSanitizer for tests and attacks.
 
-Kernels, and extension modules that read foreign data, are built with both sanitizers into a copy of the library. The
-attack runs there, with all of Python's memory from malloc.
+Kernels, and extension modules that read foreign data, are built with both sanitizers into a copy of the library. Tests
+run there, with all of Python's memory from malloc.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Damaged copies of bytes, of text, and of states: nested dictionaries, lists, arrays, tensors and plain values."""
+"""Damaged copies of bytes and of states: nested dictionaries, lists, arrays, tensors and plain values."""
 
 from __future__ import annotations
 
@@ -58,16 +58,6 @@ def damaged(
         rows[chosen, begin:] = rng.integers(0, 256, (len(chosen), room - begin), np.uint8)
     for row, end in zip(rows, lengths.tolist(), strict=True):
         yield row[:end].copy()
-
-
-def damaged_text(text: str, rng: np.random.Generator) -> str:
-    """Return ``text`` with a few characters or pieces changed, removed or doubled."""
-    for _ in range(rng.integers(1, 3)):
-        begin = int(rng.integers(0, len(text) + 1))
-        end = begin + int(rng.integers(0, 6))
-        piece = rng.choice(["", text[begin:end] * 2, "1e999", "-1", "NaN", "null", "[" * 5, '"', "\0", "{}", "9" * 400])
-        text = text[:begin] + str(piece) + text[end:]
-    return text
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
