@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.queue import Handle
+from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.transport import simulated
 from tests.ranks import run
@@ -62,6 +63,15 @@ def test_no_rank_loads_if_one_raises(error: type[BaseException]) -> None:
         return thing.a
 
     assert run(3, program) == [8] * 3
+
+
+def test_a_load_within_a_call_is_refused_before_anything_is_read() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        queue_of(transport)._caller = get_ident()
+        with pytest.raises(sc.InvalidInputError, match="made this call while the same thread makes another call"):
+            Thing(transport).load(7, "new", lambda: pytest.fail("the state was read"))
+
+    run(2, program)
 
 
 def test_an_error_whose_message_cannot_be_read_is_named() -> None:

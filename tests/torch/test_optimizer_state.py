@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import DiLoCo, DistributedOptimizer  # noqa: E402
-from sparsecomm.torch.optimizer_state import try_step  # noqa: E402
+from sparsecomm.torch.optimizer_state import snapshot, try_step  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.ranks import run  # noqa: E402
 
@@ -85,6 +85,37 @@ def test_a_step_is_tried_on_a_copy() -> None:
     with pytest.raises(RuntimeError):
         try_step(optimizer, parameters)
     np.testing.assert_array_equal(parameters[1].grad, torch.full_like(parameters[1], 2.0))
+
+
+def test_a_step_is_tried_although_its_state_has_other_shapes_than_parameters() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = torch.optim.Adafactor([parameter])
+    parameter.grad = torch.ones(3, 4)
+    optimizer.step()
+    before = bits(optimizer.state_dict()), bits(parameter)
+    try_step(optimizer, [parameter])
+    assert (bits(optimizer.state_dict()), bits(parameter)) == before
+
+
+class InPlace(torch.optim.SGD):
+    """Loads a state into the tensors that it has."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for entry, values in zip(self.state.values(), state_dict["state"].values(), strict=True):
+            entry["momentum_buffer"].copy_(values["momentum_buffer"])
+
+
+def test_a_snapshot_holds_although_a_load_writes_into_tensors() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = InPlace([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    before = bits(optimizer.state_dict())
+    restore = snapshot(optimizer)
+    optimizer.load_state_dict({"state": {0: {"momentum_buffer": torch.zeros(3)}}})
+    assert bits(optimizer.state_dict()) != before
+    restore()
+    assert bits(optimizer.state_dict()) == before
 
 
 def in_order(names: str, grouped: bool, kind: str, transport: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.transport import job
+from sparsecomm.transport import job, transport_of
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
 LIGHTNING = {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}
@@ -35,6 +35,17 @@ def set_to(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alone() -> None:
     job.check_alone("the world has one", "Do something.")
+
+
+def test_a_default_process_group_with_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    set_to(TORCHRUN, monkeypatch)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(sc.InvalidInputError, match=r"2 ranks, but the default process group .* has one"):
+            transport_of(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
