@@ -117,7 +117,7 @@ class FailureDetector(Transport):
         self._others_informed = False  # whether the other ranks know that this call has failed
         self._received_reason: ControlMessage | None = None  # the report that made this rank leave the call
         self._control: list[ControlMessage] = []  # about this call and later ones
-        self._contents: dict[int, tuple[int, dict[int, bytes]]] = {}  # rank -> a call, and its contents in pieces
+        self._contents: dict[tuple[int, int], dict[int, bytes]] = {}  # (rank, call) -> contents in pieces
         self._unreadable: dict[int, TransportError] = {}  # sender of an invalid message -> the error to raise
         self._waiting_in: dict[int, int] = {}  # rank -> the latest call in which it reported to wait
         self._out_of_step = False  # whether this call failed because the ranks' calls are out of step
@@ -238,11 +238,11 @@ class FailureDetector(Transport):
         elif message.kind == REALIGN:
             self._rounds[message.rank] = message.round_no, message.number
         elif message.kind == CONTENTS:
-            number, pieces = self._contents.get(message.rank, (-1, {}))
-            if message.number >= number:
-                pieces = pieces if message.number == number else {}
-                pieces[message.text[0]] = message.text
-                self._contents[message.rank] = message.number, pieces
+            call = message.rank, message.number
+            if call not in self._contents:  # keep those of a rank's latest call, and of this call
+                kept = {key for key in self._contents if key[0] != message.rank or key[1] == self.number}
+                self._contents = {key: self._contents[key] for key in kept}
+            self._contents.setdefault(call, {})[message.text[0]] = message.text
         elif len(self._control) >= _MAX_STORED:
             fault = f"one of {_MAX_STORED} control messages about calls that this rank has not begun"
             self._add_unreadable(message.rank, fault)
@@ -281,8 +281,8 @@ class FailureDetector(Transport):
                     with suppress(TransportError):  # the rank may be dead
                         self._send_control(rank, CONTENTS, bytes([i, len(texts)]) + text)
                 sent.add(rank)
-            number, pieces = self._contents.get(peer, (0, {}))
-            if number == self.number and all(len(pieces) == text[1] for text in pieces.values()):
+            pieces = self._contents.get((peer, self.number), {})
+            if pieces and all(len(pieces) == text[1] for text in pieces.values()):
                 return b"".join(pieces[i][2:] for i in sorted(pieces))
             self._check_leavers()
             if lost or self.clock() >= deadline:
@@ -293,7 +293,7 @@ class FailureDetector(Transport):
                 lost = True
 
     def _ranks_that_differ(self) -> list[int]:
-        return [rank for rank, (number, _) in self._contents.items() if number == self.number]
+        return [rank for rank, number in self._contents if number == self.number]
 
     # -- waits --------------------------------------------------------------------------------------------------------
 

@@ -357,7 +357,7 @@ def ranks_whose_calls_differ_exchange_their_contents(comm: Ranks) -> None:
                 received = theirs if error.peer is None else transport.exchange_contents(error.peer, ours)
                 raise
         assert received == theirs
-        assert caught.value.peer == {0: ODD, ODD: 0}.get(comm.rank)
+        assert caught.value.peer == {0: ODD, ODD: 0}.get(comm.rank), caught.value
         ring(transport)
 
 
