@@ -6,7 +6,6 @@ stores the plans of the latest signatures, and each call looks its plan up.
 
 from __future__ import annotations
 
-from sparsecomm import config
 from sparsecomm.backends import Backend
 from sparsecomm.calls.options import SumSettings
 from sparsecomm.contribution import Chunks
@@ -52,7 +51,6 @@ class Plan:
             per_node: the number of ranks per node. If above 1, nodes have added up their ranks' gradients, and all
                 ranks make this call at the same time, each for its slice, with one rank of every other node.
         """
-        config.timeout()  # raises early if SPARSECOMM_TIMEOUT is invalid; each call reads it again
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs
         self.settings = settings
         accumulator = dtype.accumulator
