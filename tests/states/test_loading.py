@@ -71,7 +71,7 @@ def test_a_load_within_a_call_is_refused_before_anything_is_read() -> None:
         with pytest.raises(sc.InvalidInputError, match="made this call while the same thread makes another call"):
             Thing(transport).load(7, "new", lambda: pytest.fail("the state was read"))
 
-    run(2, program)
+    run(1, program)
 
 
 def test_an_error_whose_message_cannot_be_read_is_named() -> None:
