@@ -331,8 +331,12 @@ def test_a_gradient_without_elements(algorithm: str, P: int) -> None:
 
 @every_size
 @pytest.mark.parametrize("count", [0, 20])
-def test_ranks_compare_their_words_with_rank_0(P: int, count: int) -> None:
+@pytest.mark.parametrize("direct", [True, False], ids=["to all at once", "along a tree"])
+def test_ranks_compare_their_words_with_rank_0(
+    P: int, count: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rank returns before all have begun, so all learn of a rank that makes another call."""
+    monkeypatch.setattr(Costs, "direct_is_faster", lambda *_: direct)
 
     def program(transport: simulated.SimulatedTransport, odd: int | None) -> list[int]:
         words = [2**64 - 1 - 3 * i for i in range(count)]
