@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -117,6 +118,18 @@ def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: in
     ends = np.max([result.value for result in results], axis=0)
     costs, problem = Costs(Link(1.0, 0.0), Link(0.0, 0.0)), Problem(P, n, k, num_nodes=P // per_node)
     assert np.median(np.diff(ends)[1:]) == sc.algorithms()[algorithm].predicted_time(problem, costs)
+
+
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+def test_no_cost_makes_a_predicted_time_shorter(algorithm: str) -> None:
+    costs = Costs(Link(1e-4, 1e-9), Link(1e-6, 1e-10), select=1e-9, merge=1e-8, codec=1e-8, add=1e-9, call=1e-5)
+
+    def seconds(**changed: float) -> float:
+        problem = Problem(8, 10**6, 1000, num_nodes=4, needs_codec=True)
+        return sc.algorithms()[algorithm].predicted_time(problem, replace(costs, **changed))
+
+    for name in ("select", "merge", "codec", "add", "call"):
+        assert seconds(**{name: 1e-3}) >= seconds() > 0, name
 
 
 @pytest.mark.parametrize("P", [2, 5, 8, 33, 64])
