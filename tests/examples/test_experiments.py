@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.examples.conftest import Run
-from tests.processes import ROOT, mpirun, needs_survivors, run_python
+from tests.processes import run_python
 
 IMPORTS = "torch", "sklearn.model_selection", "rich.progress", "sparsecomm"
 CONVERGENCE = "-m", "bench.experiments.convergence"
@@ -67,19 +67,3 @@ def test_local_steps_by_speed() -> None:
         "by speed": ["11 11 8", "30", "16", "79.2 %"],  # 5 5 5 in the first round, then 6 6 3
     }
     assert all(2 < float(cells[4]) < 5 for cells in cells_by_name.values())
-
-
-@needs_survivors
-def test_local_steps_continue_when_a_rank_is_lost_and_replaced() -> None:
-    """The exit status after a death depends on Open MPI's MPI_Finalize, and is not checked."""
-    _, said = mpirun(4, str(ROOT / "examples/lost_worker.py"), "--lose", options=("--with-ft", "ulfm"))
-    seconds = re.findall(r"^rank [012]: the survivors have lost nothing: .* comes ([\d.]+) s", said, re.MULTILINE)
-    assert len(seconds) == 3, said
-    assert max(map(float, seconds)) < 2, said
-    assert len(re.findall(r"^rank \d: 3 ranks continue with round 9; lost: rank 1", said, re.MULTILINE)) == 3, said
-    assert len(re.findall(r"^rank \d: 4 ranks continue with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
-    pattern = r"^rank \d: of 4: 24 rounds, accuracy ([\d.]+)%, global parameters (\w+); sent ([\d.]+) kB .* (\d+) kB"
-    ends = re.findall(pattern, said, re.MULTILINE)
-    assert len(ends) == 4, said
-    assert len({parameters for _, parameters, *_ in ends}) == 1, said
-    assert all(float(accuracy) > 90 and float(sent) * 50 < float(dense) for accuracy, _, sent, dense in ends), said
