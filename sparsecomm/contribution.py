@@ -146,6 +146,7 @@ class Contribution:
         if self._selection is not None:
             raise NotImplementedError("this stage sums selected entries")
         if self._gradient is not None:
+            self._apply_decay()
             total = self.backend.accumulate(self._gradient, self._residual)
         else:
             self._substituted(())

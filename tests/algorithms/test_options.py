@@ -33,6 +33,18 @@ def test_ranks_may_differ_in_decay(decays: tuple[float, float], dtype: str) -> N
     np.testing.assert_array_equal(left, decayed + sum(map(reference.widened, xs)))
 
 
+def test_residuals_also_decay_where_auto_takes_a_dense_sum() -> None:
+    n, P = 100_000, 4
+
+    def program(transport: simulated.SimulatedTransport) -> tuple[str, float, float]:
+        x, residual = np.full(n, 1.0, np.float32), np.full(n, 4.0, np.float32)
+        result = sc.sparse_allreduce(x, 1.0, comm=transport, residual=residual, decay=0.5, wire="plain")
+        best = sc.explain(n, 1.0, comm=transport, wire="plain").candidates[0].algorithm.name
+        return best, float(result.to_dense().min()), float(residual.max())
+
+    assert run(P, program, range(P), alpha=1e-6, beta=8e-9) == [("dense", P * 3.0, 0.0)] * P
+
+
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 def test_residuals_decay_once_in_a_call_that_fails(decay: float) -> None:
     xs = [data.integers(40, "float32", rank) for rank in range(3)]
