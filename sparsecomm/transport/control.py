@@ -240,8 +240,10 @@ class FailureDetector(Transport):
         elif message.kind == CONTENTS:
             call = message.rank, message.number
             if call not in self._contents:  # keep those of a rank's latest call, and of this call
-                kept = {key for key in self._contents if key[0] != message.rank or key[1] == self.number}
-                self._contents = {key: self._contents[key] for key in kept}
+                others = {
+                    key: p for key, p in self._contents.items() if key[0] != message.rank or key[1] == self.number
+                }
+                self._contents = others
             self._contents.setdefault(call, {})[message.text[0]] = message.text
         elif len(self._control) >= _MAX_STORED:
             fault = f"one of {_MAX_STORED} control messages about calls that this rank has not begun"
