@@ -1,33 +1,14 @@
 // CUDA on the CPU: stands in for the compiler's built-ins, so that the kernels' own sources run without a GPU.
 //
-// Every CUDA thread is a fiber. A fiber runs until it must wait: at a barrier, in a warp operation, before a word that
-// another block writes, or at random at an atomic. A seeded scheduler then picks another. What a GPU would do silently
-// wrong is an error here: warp operations whose lanes do not meet, barriers that some threads have passed by, waits
-// that nobody ends, writes behind the end of shared memory (with AddressSanitizer). Shared memory starts as garbage.
-// It cannot see faults of memory order: every store is seen at once.
+// Every CUDA thread is a fiber, which scheduler.cpp runs. Each module of kernels is compiled with this header, for many
+// types; it therefore includes little.
 #pragma once
-
-#include <sys/mman.h>
 
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <stdexcept>
-#include <string>
-#include <tuple>
-#include <vector>
-
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/common_interface_defs.h>
-#endif
-#ifndef __x86_64__
-#include <ucontext.h>
-#endif
+#include <utility>
 
 #define __global__
 #define __device__
@@ -40,362 +21,53 @@ struct Index {
     unsigned x, y = 0, z = 0;
 };
 
-constexpr size_t STACK = 64 << 10;
 constexpr int LANES = 32;
-constexpr unsigned NONE = ~0u;
-constexpr long PATIENCE = 400000;  // pauses and idle turns, while nothing happens, until a wait counts as endless
-
-// -- fibers ------------------------------------------------------------------------------------------------------
-
-struct Context {
-#ifdef __x86_64__
-    void* stack_pointer = nullptr;
-#else
-    ucontext_t context;
-#endif
-};
-
-#ifdef __x86_64__
-extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-.text
-.weak emulator_switch
-.type emulator_switch, @function
-emulator_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-)");
-#endif
-
-struct Error : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
 
 enum class State { ready, barrier, warp, spinning, done };
 
-struct Block;
-
-struct Thread {
-    Context context;
-    char* stack = nullptr;
-    Block* block = nullptr;
-    Index index{0};
-    State state = State::ready;
-    const char* operation = "";  // of the warp, that it waits in
-    unsigned mask = 0;
-    uint64_t given = 0, got = 0;
-    unsigned source = 0;
+// Of the fiber that runs.
+struct Position {
+    const Index *thread, *block;
+    Index threads, blocks;
 };
+extern __thread Position position;
 
-struct Block {
-    Index index{0};
-    std::vector<Thread> threads;
-    std::map<const void*, std::unique_ptr<void, decltype(&std::free)>> shared;  // by the address of the declaration
-    size_t live = 0;
-    unsigned slow = NONE;  // the warp that gets few turns for a while
-};
+// -- scheduler.cpp -----------------------------------------------------------------------------------------------
 
-struct Machine {
-    Index grid{0}, block{0};
-    Thread* current = nullptr;
-    Context scheduler;
-    uint64_t random = 0;
-    void (*body)(void*) = nullptr;
-    void* arguments = nullptr;
-    std::vector<char*> stacks;  // free ones
-    std::string error;
-    long idle = 0;  // see PATIENCE
-#ifdef __SANITIZE_ADDRESS__
-    void* fake_stack = nullptr;
-    const void* bottom = nullptr;
-    size_t size = 0;
-#endif
-};
+uint64_t random();
+void made_progress();
+// End the launch with an error.
+[[noreturn]] void fail(const char* text);
+// Return to the scheduler, which resumes the fiber once it is ready.
+void wait_as(State state);
+void spin();
+// A warp operation: return what the lane `source` has given to "a shuffle", or the ballot of the lowest bits.
+uint64_t warp(const char* operation, unsigned mask, uint64_t given, unsigned source = 0);
+// Return this block's memory of a declaration.
+void* shared_memory(const void* declaration, size_t nbytes, size_t alignment);
+// Run `body(arguments)` in each thread; return 1 with a text in `error` if it does what a GPU would do silently wrong.
+int launch(void (*body)(void*), void* arguments, unsigned grid, unsigned block, unsigned resident, uint64_t seed, char* error,
+           size_t room);
 
-inline Machine machine;
-
-inline uint64_t random() {  // xorshift64*
-    uint64_t& s = machine.random;
-    s ^= s >> 12, s ^= s << 25, s ^= s >> 27;
-    return s * 0x2545f4914f6cdd1dull;
-}
-
-inline std::string position_of(const Thread& t) {
-    return "block " + std::to_string(t.block->index.x) + ", thread " + std::to_string(t.index.x);
-}
-
-// Called on a fiber: remember the error, and never come back.
-[[noreturn]] void fail(const std::string& text);
-
-inline void to_scheduler() {
-    Thread* self = machine.current;
-#ifdef __SANITIZE_ADDRESS__
-    void* fake = nullptr;
-    __sanitizer_start_switch_fiber(self->state == State::done ? nullptr : &fake, machine.bottom, machine.size);
-#endif
-#ifdef __x86_64__
-    emulator_switch(&self->context.stack_pointer, machine.scheduler.stack_pointer);
-#else
-    swapcontext(&self->context.context, &machine.scheduler.context);
-#endif
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_finish_switch_fiber(fake, &machine.bottom, &machine.size);
-#endif
-}
-
-inline void to_fiber(Thread& t) {
-    machine.current = &t;
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_start_switch_fiber(&machine.fake_stack, t.stack, STACK);
-#endif
-#ifdef __x86_64__
-    emulator_switch(&machine.scheduler.stack_pointer, t.context.stack_pointer);
-#else
-    swapcontext(&machine.scheduler.context, &t.context.context);
-#endif
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_finish_switch_fiber(machine.fake_stack, nullptr, nullptr);
-#endif
-}
-
-inline void entry() {
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_finish_switch_fiber(nullptr, &machine.bottom, &machine.size);
-#endif
-    machine.body(machine.arguments);
-    machine.current->state = State::done;
-    to_scheduler();
-    std::abort();
-}
-
-[[noreturn]] inline void fail(const std::string& text) {
-    if (machine.error.empty()) machine.error = position_of(*machine.current) + ": " + text;
-    machine.current->state = State::done;
-    to_scheduler();
-    std::abort();
-}
-
-inline void wait_as(State state) {
-    machine.current->state = state;
-    to_scheduler();
-}
-
-inline void prepare(Thread& t) {
-    if (t.stack == nullptr) {
-        if (machine.stacks.empty()) {
-            void* made = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-            if (made == MAP_FAILED) throw Error("no memory for stacks");
-            machine.stacks.push_back(static_cast<char*>(made));
-        }
-        t.stack = machine.stacks.back();
-        machine.stacks.pop_back();
-    }
-#ifdef __x86_64__
-    void** top = reinterpret_cast<void**>(t.stack + STACK);
-    *--top = nullptr;  // keeps the stack aligned as a call would leave it
-    *--top = reinterpret_cast<void*>(&entry);
-    for (int i = 0; i < 6; i++) *--top = nullptr;
-    t.context.stack_pointer = top;
-#else
-    getcontext(&t.context.context);
-    t.context.context.uc_stack = {t.stack, 0, STACK};
-    t.context.context.uc_link = nullptr;
-    makecontext(&t.context.context, &entry, 0);
-#endif
-    t.state = State::ready;
-}
-
-// -- warps -------------------------------------------------------------------------------------------------------
-
-inline std::string hex(unsigned v) {
-    char text[16];
-    std::snprintf(text, sizeof text, "%08x", v);
-    return text;
-}
-
-// If all lanes that `t` names wait in the same operation, give each its answer. Errors are what makes that impossible.
-inline bool try_warp(Block& b, Thread& t) {
-    const size_t first = t.index.x / LANES * LANES;
-    for (int lane = 0; lane < LANES; lane++) {
-        if (!(t.mask >> lane & 1)) continue;
-        const auto complain = [&](const std::string& what) {
-            if (machine.error.empty())
-                machine.error = position_of(t) + ": " + t.operation + " with mask " + hex(t.mask) + " names lane " +
-                                std::to_string(lane) + ", " + what;
-        };
-        if (first + lane >= b.threads.size()) return complain("which does not exist"), false;
-        const Thread& other = b.threads[first + lane];
-        if (other.state == State::done) return complain("which has ended"), false;
-        if (other.state == State::barrier) return complain("which waits at __syncthreads"), false;
-        if (other.state != State::warp) return false;
-        if (other.mask != t.mask || std::strcmp(other.operation, t.operation))
-            return complain(std::string("which is in ") + other.operation + " with mask " + hex(other.mask)), false;
-    }
-    uint64_t given[LANES] = {};
-    uint64_t ballot = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        if (t.mask >> lane & 1) {
-            given[lane] = b.threads[first + lane].given;
-            if (given[lane] & 1) ballot |= 1ull << lane;
-        }
-    const unsigned mask = t.mask;
-    const bool shuffles = !std::strcmp(t.operation, "a shuffle");
-    for (int lane = 0; lane < LANES; lane++)
-        if (mask >> lane & 1) {
-            Thread& other = b.threads[first + lane];
-            other.got = shuffles ? given[other.source % LANES] : ballot;
-            other.state = State::ready;
-        }
-    return true;
-}
-
-inline uint64_t warp(const char* operation, unsigned mask, uint64_t given, unsigned source = 0) {
-    Thread* self = machine.current;
-    if (!(mask >> (self->index.x % LANES) & 1)) fail(std::string(operation) + " with mask " + hex(mask) + " without itself");
-    self->operation = operation, self->mask = mask, self->given = given, self->source = source;
-    wait_as(State::warp);
-    return machine.current->got;
-}
-
-template <class T>
-uint64_t packed(T v) {
-    static_assert(sizeof(T) <= 8, "shuffles move at most 8 bytes");
-    uint64_t bits = 0;
-    std::memcpy(&bits, &v, sizeof v);
-    return bits;
-}
+// -- for each type -----------------------------------------------------------------------------------------------
 
 template <class T>
 T shuffled(unsigned mask, T v, unsigned source) {
-    const uint64_t bits = warp("a shuffle", mask, packed(v), source);
+    static_assert(sizeof(T) <= 8, "shuffles move at most 8 bytes");
+    uint64_t bits = 0;
+    std::memcpy(&bits, &v, sizeof v);
+    bits = warp("a shuffle", mask, bits, source);
     std::memcpy(&v, &bits, sizeof v);
     return v;
 }
 
-inline unsigned lane() { return machine.current->index.x % LANES; }
-
-// -- shared memory -----------------------------------------------------------------------------------------------
-
-template <class T>
-T& shared(const void* site) {
-    auto& all = machine.current->block->shared;
-    auto found = all.find(site);
-    if (found == all.end()) {
-        void* memory = nullptr;
-        if (posix_memalign(&memory, alignof(T) > 16 ? alignof(T) : 16, sizeof(T))) fail("no shared memory");
-        std::memset(memory, 0xA5, sizeof(T));
-        found = all.emplace(site, std::unique_ptr<void, decltype(&std::free)>(memory, &std::free)).first;
-    }
-    return *static_cast<T*>(found->second.get());
-}
-
-// -- the scheduler -----------------------------------------------------------------------------------------------
-
-inline void run(unsigned grid, unsigned block, unsigned resident) {
-    machine.grid = {grid}, machine.block = {block};
-    machine.error.clear();
-    machine.idle = 0;
-    std::vector<std::unique_ptr<Block>> running;
-    unsigned next = 0;
-    const auto begin = [&](Block& b) {
-        b.index = {next++};
-        b.threads.resize(block);
-        b.shared.clear();
-        b.live = block;
-        for (unsigned i = 0; i < block; i++) {
-            b.threads[i].block = &b;
-            b.threads[i].index = {i};
-            prepare(b.threads[i]);
-        }
-    };
-    while (next < grid && running.size() < resident) {
-        running.push_back(std::make_unique<Block>());
-        begin(*running.back());
-    }
-    while (!running.empty() && machine.error.empty()) {
-        const size_t which = random() % running.size();
-        Block& b = *running[which];
-        const unsigned warps = (block + LANES - 1) / LANES, first = unsigned(random() % warps);
-        bool progress = false, whole = true;
-        if (random() % 32 == 0) b.slow = warps > 1 ? unsigned(random() % warps) : NONE;
-        size_t waiting = 0;
-        for (unsigned w = 0; w < warps && machine.error.empty(); w++) {
-            const unsigned begins = (first + w) % warps * LANES, turn = unsigned(random() % LANES);
-            if (begins / LANES == b.slow && random() % 16) {  // others run far ahead of this warp
-                whole = false;
-                continue;
-            }
-            for (int l = 0; l < LANES && machine.error.empty(); l++) {
-                const unsigned i = begins + (turn + l) % LANES;
-                if (i >= block) continue;
-                Thread& t = b.threads[i];
-                if (t.state == State::spinning) t.state = State::ready;
-                if (t.state == State::ready) {
-                    to_fiber(t);
-                    progress = true;
-                    if (t.state == State::done) b.live--, machine.idle = 0;
-                }
-                if (t.state == State::warp && machine.error.empty() && try_warp(b, t)) progress = true;
-            }
-        }
-        if (!machine.error.empty()) break;
-        for (const Thread& t : b.threads) waiting += t.state == State::barrier;
-        if (waiting && waiting == b.live) {
-            if (b.live < block) {
-                for (const Thread& t : b.threads)
-                    if (t.state == State::done) machine.error = position_of(t) + " has ended, and others wait at __syncthreads";
-                break;
-            }
-            for (Thread& t : b.threads) t.state = State::ready;
-            machine.idle = 0;
-            progress = true;
-        }
-        if (b.live == 0) {
-            progress = true;
-            if (next < grid) {
-                begin(b);
-            } else {
-                for (Thread& t : b.threads) machine.stacks.push_back(t.stack);
-                running.erase(running.begin() + long(which));
-            }
-        }
-        machine.idle += whole && !progress;
-        if (machine.idle > PATIENCE) {
-            for (const Thread& t : b.threads)
-                if (t.state != State::done && machine.error.empty())
-                    machine.error = position_of(t) + " waits forever " +
-                                    (t.state == State::barrier    ? std::string("at __syncthreads")
-                                     : t.state == State::warp     ? std::string("in ") + t.operation
-                                                                  : std::string("for a word in memory"));
-        }
-    }
-    for (auto& b : running)
-        for (Thread& t : b->threads) machine.stacks.push_back(t.stack);  // abandoned fibers own nothing
-}
-
-// -- launches ----------------------------------------------------------------------------------------------------
+inline unsigned lane() { return position.thread->x % LANES; }
 
 template <class... A>
 struct Launch {
     void (*kernel)(A...);
     void** arguments;
-    static void body(void* self) {
-        auto* launch = static_cast<Launch*>(self);
-        call(launch, std::index_sequence_for<A...>());
-    }
+    static void body(void* self) { call(static_cast<Launch*>(self), std::index_sequence_for<A...>()); }
     template <size_t... I>
     static void call(Launch* launch, std::index_sequence<I...>) {
         launch->kernel(*static_cast<A*>(launch->arguments[I])...);
@@ -406,16 +78,7 @@ template <class... A>
 int launch(void (*kernel)(A...), unsigned grid, unsigned block, unsigned resident, uint64_t seed, void** arguments,
            char* error, size_t room) {
     Launch<A...> it{kernel, arguments};
-    machine.body = &Launch<A...>::body;
-    machine.arguments = &it;
-    machine.random = seed * 0x9e3779b97f4a7c15ull + 1;
-    try {
-        run(grid, block, resident);
-    } catch (const std::exception& problem) {
-        machine.error = problem.what();
-    }
-    std::snprintf(error, room, "%s", machine.error.c_str());
-    return machine.error.empty() ? 0 : 1;
+    return launch(&Launch<A...>::body, &it, grid, block, resident, seed, error, room);
 }
 
 // The sizes of a kernel's parameters; 0 ends them.
@@ -431,12 +94,12 @@ void sizes(void (*)(A...), unsigned* out) {
 
 #define SHARED(T, name)               \
     static char name##_declared_here; \
-    T& name = emulator::shared<T>(&name##_declared_here)
+    T& name = *static_cast<T*>(emulator::shared_memory(&name##_declared_here, sizeof(T), alignof(T)))
 
-#define threadIdx (emulator::machine.current->index)
-#define blockIdx (emulator::machine.current->block->index)
-#define blockDim (emulator::machine.block)
-#define gridDim (emulator::machine.grid)
+#define threadIdx (*emulator::position.thread)
+#define blockIdx (*emulator::position.block)
+#define blockDim (emulator::position.threads)
+#define gridDim (emulator::position.blocks)
 
 inline void __syncthreads() { emulator::wait_as(emulator::State::barrier); }
 inline void __syncwarp(unsigned mask = ~0u) { emulator::warp("__syncwarp", mask, 0); }
@@ -477,7 +140,7 @@ inline int __clz(int v) { return v ? __builtin_clz(unsigned(v)) : 32; }
 
 template <class T>
 T atomicAdd(T* p, T v) {
-    emulator::machine.idle = 0;
+    emulator::made_progress();
     if (emulator::random() % 16 == 0) emulator::wait_as(emulator::State::ready);
     const T old = *p;
     *p = old + v;
@@ -492,13 +155,10 @@ inline unsigned long long load_relaxed(const unsigned long long* p) {
 }
 inline void store_relaxed(unsigned long long* p, unsigned long long v) {
     *static_cast<volatile unsigned long long*>(p) = v;
-    emulator::machine.idle = 0;
+    emulator::made_progress();
     emulator::wait_as(emulator::State::ready);
 }
 inline unsigned load_acquire(const unsigned* p) { return *static_cast<const volatile unsigned*>(p); }
-inline void pause() {
-    emulator::machine.idle++;
-    emulator::wait_as(emulator::State::spinning);
-}
+inline void pause() { emulator::spin(); }
 
 }  // namespace sparsecomm

@@ -195,27 +195,48 @@ class EmulatedRuntime:
         return [match for name in _reached(file, texts) for match in _KERNEL.findall(texts[name])]
 
     def _compiled(self, file: str, definitions: tuple[str, ...]) -> Path:
-        """Return the module as a shared library, which is cached in ``build/emulated``."""
-        folder, texts = self._sources / "cuda", self._texts()
+        """Return the module as a shared library."""
+        texts = self._texts()
         program = f'#include "{file}"\n'
         program += "".join(_TRAILER.format(name=name, threads=threads) for threads, name, _ in self._declared(file))
-        options = [*FLAGS, *self._flags, '-DSPARSECOMM_EMULATED="emulator.hpp"', *(f"-D{d}" for d in definitions)]
-        every = [program, (HERE / "emulator.hpp").read_text(), *options, *(texts[name] for name in sorted(texts))]
+        options = ['-DSPARSECOMM_EMULATED="emulator.hpp"', *(f"-D{d}" for d in definitions)]
+        folders = [self._sources / "cuda", self._sources, HERE]
+        depends = [(HERE / "emulator.hpp").read_text(), *(texts[name] for name in sorted(texts))]
+        return self._library(Path(file).stem, program, options, folders, depends, [self._scheduler()])
+
+    def _scheduler(self) -> Path:
+        program = (HERE / "scheduler.cpp").read_text()
+        return self._library("scheduler", program, ["-O2"], [HERE], [(HERE / "emulator.hpp").read_text()])
+
+    def _library(
+        self,
+        name: str,
+        program: str,
+        options: Sequence[str],
+        folders: Sequence[Path],
+        depends: Sequence[str],
+        libraries: Sequence[Path] = (),
+    ) -> Path:
+        """Compile a program as a shared library, which is cached in ``build/emulated``.
+
+        ``depends``: the texts that it includes.
+        """
+        options = [*FLAGS, *self._flags, *options]
+        every = [program, *options, *depends, *(library.name for library in libraries)]
         digest = hashlib.sha256("\0".join(every).encode()).hexdigest()[:20]
-        library = ROOT / "build" / "emulated" / f"{Path(file).stem}-{digest}.so"
+        library = ROOT / "build" / "emulated" / f"{name}-{digest}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
             temporary = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            where = [f"-I{folder}", f"-I{self._sources}", f"-I{HERE}"]
-            compiler = os.environ.get("CXX", "g++")
+            words = [*options, *(f"-I{folder}" for folder in folders), "-x", "c++", "-", "-x", "none", *libraries]
             done = subprocess.run(
-                [compiler, *options, *where, "-x", "c++", "-", "-o", str(temporary)],
+                [os.environ.get("CXX", "g++"), *words, "-o", str(temporary)],
                 input=program,
                 text=True,
                 capture_output=True,
             )
             if done.returncode:
-                raise EmulatorError(f"{file} {definitions} does not compile:\n{done.stderr[:3000]}")
+                raise EmulatorError(f"{name} {options} does not compile:\n{done.stderr[:3000]}")
             temporary.replace(library)
         return library
 
