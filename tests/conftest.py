@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import shutil
@@ -73,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = _chosen(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    gc.collect()
+    gc.freeze()  # the garbage collector need not visit thousands of tests again and again
     if "PYTEST_XDIST_WORKER" in os.environ:  # start with long files, so that all processes end together
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
