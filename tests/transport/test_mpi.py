@@ -62,8 +62,9 @@ def test_each_communicator_has_its_own_transport() -> None:
         communicator.Free()
     with pytest.raises(InvalidInputError, match="freed"):
         transport_of(comm)
-    with pytest.raises(InvalidInputError, match="closed"):
-        new.begin(b"call", fails)
+    for call in (lambda: new.begin(b"call", fails), new.realign):
+        with pytest.raises(InvalidInputError, match="closed"):
+            call()
     with pytest.raises(InvalidInputError, match="COMM_NULL"):
         transport_of(MPI.COMM_NULL)
 
