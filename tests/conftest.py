@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     elif "PYTEST_XDIST_WORKER" not in os.environ:
         _forget_the_user()
+    config.pluginmanager.import_plugin("tests.forks")  # it keeps the environment
     # A background job of a script ignores SIGINT, but some tests need it.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

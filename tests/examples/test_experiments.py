@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.examples.conftest import Run
+from tests.forks import Run
 from tests.processes import run_python
 
-IMPORTS = "torch", "sklearn.model_selection", "rich.progress", "sparsecomm"
+IMPORTS = "sklearn.model_selection", "rich.progress"
 CONVERGENCE = "-m", "bench.experiments.convergence"
 GRID = ["--seeds", "2", "--steps", "30", "--densities", "0.1", "--methods", "dense", "butterfly"]
 # The largest final loss, as a fraction of the loss after the first step. The digits begin slowly.

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import Run
-from tests.processes import ENVIRONMENT, ROOT, free_port, mpirun
+from tests.forks import Run
+from tests.processes import ROOT, mpirun
 from tests.thinning import exhaustive
-from tests.waiting import until
 
-IMPORTS = (
-    "sklearn.datasets", "torch.distributed.fsdp", "sparsecomm.torch", "lightning.pytorch", "transformers.trainer",
-)  # fmt: skip
+IMPORTS = "sklearn.datasets", "torch.distributed.fsdp", "lightning.pytorch", "transformers.trainer"
 RANKS, EPOCHS = 2, 3
 LINE = re.compile(
     r"rank (\d): accuracy ([\d.]+)%, (\d+) steps, sent (\d+) B per step \(dense: (\d+) B\), weights (\w{8})"
@@ -137,36 +131,6 @@ def test_recipe_over_mpi(tmp_path: Path) -> None:
     assert status == 0, said
     complete, _, resumed = reports(said, RANKS, len(runs))
     check(complete, resumed)
-
-
-TRANSFORMER = [str(ROOT / "examples/transformer.py"), "--steps=10", "--save-every=2"]
-
-
-def transformer(forks: Run, folder: Path, *options: str) -> str:
-    """Run the transformer, and return the checksum of its final weights."""
-    status, said = forks(*TRANSFORMER, f"--folder={folder}", *options, ranks=RANKS)
-    assert status == 0, said
-    weights = re.findall(r"^rank \d: weights (\w{8})$", said, re.MULTILINE)
-    assert len(weights) == RANKS, said
-    assert len(set(weights)) == 1, said
-    return weights[0]
-
-
-@pytest.mark.slow
-def test_a_killed_transformer_resumes_bit_for_bit(tmp_path: Path, forks: Run) -> None:
-    needs("torch")
-    complete, folder = transformer(forks, tmp_path / "whole"), tmp_path / "killed"
-    with free_port() as port:
-        settings = ENVIRONMENT | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-        settings |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0"}
-        command, ranks = [sys.executable, *TRANSFORMER, f"--folder={folder}"], range(RANKS)
-        jobs = [subprocess.Popen(command, env=settings | {"RANK": f"{r}", "LOCAL_RANK": f"{r}"}) for r in ranks]
-        until(lambda: (folder / "step2-rank1-of2.pt").exists() or any(job.poll() is not None for job in jobs))
-        for job in jobs:
-            job.kill()
-        assert [job.wait() for job in jobs] == [-signal.SIGKILL] * RANKS
-    assert transformer(forks, folder) == complete
-    assert transformer(forks, tmp_path / "dense", "--dense") != complete
 
 
 @pytest.mark.slow

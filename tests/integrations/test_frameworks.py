@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import Run, forks  # noqa: F401
+from tests.forks import Run
 
-IMPORTS = ("pytest", "torch.distributed", "sparsecomm.torch", "lightning.pytorch", "transformers.trainer", "accelerate")
+IMPORTS = ("pytest", "lightning.pytorch", "transformers.trainer", "accelerate")
 PROGRAM = "from tests.integrations.{}_cases import main; main()"
 
 pytest.importorskip("torch.distributed")
@@ -17,7 +17,7 @@ pytest.importorskip("torch.distributed")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lightning", "accelerate", "trainer"])
-def test_cases(name: str, tmp_path: Path, forks: Run) -> None:  # noqa: F811
+def test_cases(name: str, tmp_path: Path, forks: Run) -> None:
     """On two ranks; then on three, which resume from checkpoints of two; then as if each rank were on its own node."""
     for package in {"trainer": ["transformers", "accelerate"]}.get(name, [name]):
         if importlib.util.find_spec(package) is None:

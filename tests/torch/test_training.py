@@ -19,11 +19,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.tensor")
 
 from sparsecomm.torch import exchange  # noqa: E402
-from tests.examples.conftest import Run, forks  # noqa: E402, F401
+from tests.forks import Run  # noqa: E402
 from tests.processes import ENVIRONMENT, LIMIT  # noqa: E402
 from tests.thinning import exhaustive  # noqa: E402
 
-IMPORTS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sparsecomm.torch"
+IMPORTS = (
+    "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._inductor.cudagraph_trees",
+)  # fmt: skip
 PROGRAM = "import sys; from tests.torch.training_ranks import main; main(*sys.argv[1:])"
 OF_ANY_SIZE = ("ways", "hook", "optimizer", "adamw", "broadcast", "layers", "saved", "late")
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -42,21 +44,21 @@ needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs Py
         exhaustive(1, (*OF_ANY_SIZE, "compiled")),
     ],
 )
-def test_cases(forks: Run, P: int, names: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+def test_cases(forks: Run, P: int, names: tuple[str, ...], tmp_path: Path) -> None:
     status, said = forks("-c", PROGRAM, tmp_path, *(f"training_{name}" for name in names), ranks=P)
     print(said)
     assert status == 0, said
 
 
 @pytest.mark.slow
-def test_survivors_go_on_with_a_new_process_group(tmp_path: Path, forks: Run) -> None:  # noqa: F811
+def test_survivors_go_on_with_a_new_process_group(tmp_path: Path, forks: Run) -> None:
     status, said = forks("-c", PROGRAM, tmp_path, "training_lost", ranks=3)
     assert status == signal.SIGKILL, said
     assert said.count("passed survivors_go_on") == 2, said
 
 
 @pytest.mark.slow
-def test_nobody_is_silently_alone_in_a_job_of_torchrun(forks: Run) -> None:  # noqa: F811
+def test_nobody_is_silently_alone_in_a_job_of_torchrun(forks: Run) -> None:
     program, frameworks = Path(__file__).with_name("job_of_torchrun.py"), ["jax"] if find_spec("jax") else []
     status, said = forks(program, *frameworks, ranks=2, JAX_PLATFORMS="cpu")
     assert status == 0, said

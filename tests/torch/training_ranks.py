@@ -52,7 +52,7 @@ def case_of_several(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def main(folder: str, *names: str) -> None:
-    """Run the cases of ``names``. The starter kills ranks that wait for a failed one: see `tests.examples.conftest`."""
+    """Run the cases of ``names``. The starter kills ranks that wait for a failed one: see `tests.forks`."""
     warnings.resetwarnings()
     warnings.simplefilter("error")
     for known in ("Adam divides gradients", "DTensor random operators"):
