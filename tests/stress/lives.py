@@ -333,7 +333,8 @@ class Ranks:
 def check(seed: int, number: int) -> str:
     """Play a life, and return its front end and the verdict."""
     os.environ |= ENVIRONMENT
-    import_module("tests.stress.lives_torch")  # in the parent, before it forks
+    for module in ("torch._dynamo", "tests.stress.lives_torch"):  # in the parent, before it forks
+        import_module(module)
     life = life_of(seed, number)
     ranks = Ranks(life)
     try:
