@@ -1,4 +1,4 @@
-"""Cases that `test_transport.py` runs on every rank: ``transport_cases.py RANK SIZE FOLDER``."""
+"""Cases that `test_transport.py` runs on every rank: ``main(FOLDER)``."""
 
 # ruff: noqa: PT012 - what a call raises, it raises on its way out
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -30,8 +31,8 @@ from tests.transport import conformance
 from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
 from tests.waiting import SOON, until, until_awaited
 
-RANK, P = int(sys.argv[1]), int(sys.argv[2])
-FOLDER = Path(sys.argv[3])
+RANK, P = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FOLDER = Path()  # set by `main`
 NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
 
 
@@ -374,16 +375,17 @@ ENDS = {
 }  # after these, no case waits for all ranks
 
 
-def main() -> None:
+def main(folder: str) -> None:
+    global FOLDER
+    FOLDER = Path(folder)
+    os.dup2(os.open(FOLDER / f"stderr{RANK}", os.O_WRONLY | os.O_CREAT), 2)
+    warnings.simplefilter("error")
+    os.environ.pop("SPARSECOMM_PROFILE", None)  # links are measured
     start("first")
     for case in [*(partial(run, GroupRanks()) for run in CASES.values()), *CASES_OF_THIS]:
         case()
         dist.barrier()
-        print(f"{case}: made", flush=True)
+        print(f"{case}: made\n", end="", flush=True)
     for end in ENDS[P]:
         end()
     assert joining._joinings
-
-
-if __name__ == "__main__":
-    main()
