@@ -101,6 +101,7 @@ def main() -> None:
     import sys
 
     sys.path.insert(0, str(ROOT))
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the baseline selects without it, too
     from mpi4py import MPI
 
     from bench.compare.contenders import CONTENDERS, FromZero

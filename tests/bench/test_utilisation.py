@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from bench.utilisation import grid, tables
+from bench.utilisation.__main__ import main
+from tests.forks import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +26,14 @@ def row(rate: float, method: str, H: int, utilisation: float, rtt: float = 0.0, 
     return {**where, **took, "busy": 0.5, "load": 0.1, **more}
 
 
-def utilisation(out: Path, *options: str) -> tuple[int, str]:
-    command = (sys.executable, "-m", "bench.utilisation", "--out", str(out), *options)
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    return ran.returncode, ran.stdout + ran.stderr
+def test_a_small_grid_is_measured_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forks: Run
+) -> None:
+    def utilisation(out: Path, *options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["bench.utilisation", "--out", str(out), *options])
+        return main(), "".join(capsys.readouterr())
 
-
-def test_a_small_grid_is_measured_and_continued(tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of ranks
     options = ["--no-network", "--ranks", "2", "--elements", "50000", "--step", "0.001", "--seconds", "0.01", "60"]
     status, said = utilisation(tmp_path / "it", *options, "--H", "1", "2")
     assert status == 0, said
@@ -47,6 +48,7 @@ def test_a_small_grid_is_measured_and_continued(tmp_path: Path) -> None:
     assert cells["blocking", 2]["sent"] < 0.3 * 4 * 50000  # dense sums would send 4 bytes per element
     assert (tmp_path / "it.png").stat().st_size > 10_000
 
+    monkeypatch.setattr(grid, "_here", lambda P, command, environment: forks(*command, ranks=P)[0])
     content["rows"].remove(cells["dense", 1])  # as if the run had been interrupted
     (tmp_path / "it.json").write_text(json.dumps(content))
     status, said = utilisation(tmp_path / "it", *options, "--H", "1", "2", "--methods", "dense", "blocking")
@@ -56,9 +58,8 @@ def test_a_small_grid_is_measured_and_continued(tmp_path: Path) -> None:
     assert [cell for cell in after if cell["run"] == 0] == content["rows"]
     assert [(cell["method"], cell["H"]) for cell in after if cell["run"] == 1] == [("dense", 1)]
 
-    status, said = utilisation(tmp_path / "it", *options[:-3], "--step", "0.002", "--report")
-    assert status != 0
-    assert "is of" in said
+    with pytest.raises(SystemExit, match="is of"):
+        utilisation(tmp_path / "it", *options[:-3], "--step", "0.002", "--report")
 
 
 def test_dense_cells_are_compared_with_published_ones() -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.conformance.outcomes import Outcome, table
-from tests.processes import run_python
+from tests.forks import Run
 
 MISSING = [name for name in ("torch", "expecttest", "accelerate", "jax", "optax") if find_spec(name) is None]
 
@@ -19,9 +19,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+def quick(forks: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     file = tmp_path_factory.mktemp("conformance") / "outcomes"
-    status, output = run_python("-m", "tests.conformance", "--quick", "--json", str(file))
+    status, output = forks("-m", "tests.conformance", "--quick", "--json", file)
     assert file.exists(), f"exit status {status}\n{output}"
     return [Outcome(**outcome) for outcome in json.loads(file.read_text())]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Run
 from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, free_port, mpirun, needs_mpirun, needs_survivors
 from tests.waiting import until
 
@@ -57,9 +58,10 @@ def test_jax_optax() -> None:
     assert float(sent[1]) < float(sent[2]) / 5
 
 
-def test_patches() -> None:
+def test_patches(forks: Run) -> None:
     pytest.importorskip("torch")
-    output = run(sys.executable, str(ROOT / "examples/patches.py"), "--steps", "10")
+    status, output = forks(ROOT / "examples/patches.py", "--steps", 10)
+    assert status == 0, output
     assert re.search(r"^The PyTorch receiver has answered \d+ requests$", output, re.MULTILINE), output
     assert "Both receivers have the weights of step 10, bit for bit" in output
     fraction = re.search(r"patch: [\d,]+ bytes per step, 1/(\d+) of it", output)

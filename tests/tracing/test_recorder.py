@@ -17,6 +17,7 @@ from sparsecomm.tracing import recorder
 from sparsecomm.tracing.events import Rank, messages, read
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.transport import simulated
+from tests.forks import Run
 from tests.processes import mpirun, needs_mpirun, run_python
 from tests.thinning import exhaustive
 
@@ -168,8 +169,9 @@ print(sorted(e.key + " " + str(e.count) for e in profile.key_averages() if e.key
 """
 
 
-def test_the_profiler_of_pytorch_records_the_parts_of_calls() -> None:
-    status, output = run_python("-c", IN_TORCH)
+def test_the_profiler_of_pytorch_records_the_parts_of_calls(forks: Run) -> None:
+    pytest.importorskip("torch")
+    status, output = forks("-c", IN_TORCH)
     assert status == 0, output
     said = output.splitlines()[-1]
     assert "'sparsecomm: select 2'" in said
