@@ -148,7 +148,7 @@ class TorchLife:
             states = [sample.optimizer.state.get(p, {}) for p in sample.parameters]
             if not all({"step", *MOMENTS} <= state.keys() for state in states):
                 return
-        if name == "rolled_back" and sample.snapshot is None:
+        if name == "rolled_back" and self.t.snapshot is None:  # it has gone after "dcp"
             return
         if event.kind == "later" and name == "averages_swapped_in_and_out" and "data" not in sample.memo:
             return
