@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import shutil
@@ -43,7 +42,6 @@ def main() -> None:
     """Run all cases, or those with ``argv[2]`` in their names, in folders of ``argv[1]``."""
     some = sys.argv[2] if len(sys.argv) > 2 else ""
     torch.set_num_threads(1)
-    gc.freeze()  # the Trainer collects garbage in each run, which takes long with so many imports
     rank = int(os.environ["RANK"])
     name = "none"
     try:
