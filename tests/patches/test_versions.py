@@ -63,11 +63,11 @@ def test_the_way_is_the_cheapest_of_all() -> None:
 def test_long_lists_take_little_time_and_memory(backward: bool) -> None:
     ids = [f"{i:032x}" for i in range(50_000)]
     chain = [Version(i, i, ids[i], ids[i - 1], File(f"p{i}", 1)) for i in range(1, len(ids))]
-    begin = time.monotonic()
+    begin = time.process_time()
     reached, links = way(chain[::-1] if backward else chain, ids[0], set())
     assert reached is not None
     assert len(links) == (1 if backward else len(chain))
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 60
 
 
 NAMES = (

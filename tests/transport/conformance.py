@@ -366,7 +366,8 @@ def a_rank_that_does_not_answer_with_contents(comm: Ranks) -> None:
     """It leaves the call with an exception, or does nothing. The other rank does not wait long."""
     transport = comm.new()
     for kind in (KeyError, KeyboardInterrupt, None):
-        with comm.timeout(0.6), soon(), pytest.raises((CollectiveMismatchError, TransportError)), call(transport):
+        short = mock.patch.object(control, "_CONTENTS_TIME", 60.0 if kind else 0.6)  # any rank may be late
+        with short, soon(), pytest.raises((CollectiveMismatchError, TransportError)), call(transport):
             if comm.rank == 0:
                 if kind is None:
                     assert transport.exchange_contents(ODD, b"contents") is None
@@ -429,11 +430,11 @@ def large_sends_that_nobody_takes(comm: Ranks) -> None:
         while True:  # only if the sender need not wait
             transport.receive(after)
     comm.barrier()
-    for _ in range(20):
+    for _ in range(5):
         ring(transport)
-        time.sleep(0.005)
     if hasattr(transport, "reap"):
-        assert transport.reap() == 0
+        until(lambda: transport.reap() == 0, "the end of all sends")
+    comm.barrier()  # the receiver may have to make progress
 
 
 @case(ranks=2, real=True)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,7 @@ def test_a_connection_that_stalls_holds_up_little() -> None:
     """While nobody reads from one of four connections, the others carry all that it has not taken."""
     size = 20_000_000
     with stranger(streams=4) as (rank, peers, _):
+        peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
         assert rank.send(1, 9, noise(size), "request") is False
         content, carried = bytearray(size), dict.fromkeys(peers, 0)
         receive_pieces(peers[1:], content, carried, int(0.8 * size))
@@ -164,7 +166,8 @@ def test_what_was_sent_arrives_although_the_peer_sends_too(late: float) -> None:
         closing.start()
         time.sleep(late)
         for i, size in enumerate(sizes):
-            peer.sendall(frame(i, b"are you there?"))
+            with suppress(ConnectionError):  # all is in the peer's buffer, and the rank has ended
+                peer.sendall(frame(i, b"are you there?"))
             time.sleep(0.01)
             assert read_frame(peer)[1] == noise(size, i).tobytes()
         assert read_frame(peer)[0][1] == GOODBYE
@@ -210,13 +213,15 @@ def test_a_connection_that_another_process_still_holds_is_closed_for_this_one() 
 
 @pytest.mark.parametrize(("streams", "address"), [(1, HOST), (5, "::1")])
 def test_goodbye_comes_after_all_else(streams: int, address: str) -> None:
-    if address != HOST and not Path("/proc/net/if_inet6").exists():
+    addresses = Path("/proc/net/if_inet6")
+    if address != HOST and not (addresses.exists() and "0" * 31 + "1 " in addresses.read_text()):
         pytest.skip("this machine has no such address")
+    size = 6_000_000  # more than one call of `send` writes to five connections
     with ranks(2, streams, address=address) as (a, b):
-        requests = [i for i in range(5) if not a.send(1, i, noise(5_000_000, i), i)]
+        requests = [i for i in range(5) if not a.send(1, i, noise(size, i), i)]
         a.close(SECONDS)
         got, _ = collect(b, 5, 0)
-        assert all(np.array_equal(data, noise(5_000_000, number)) for _, number, data in got)
+        assert all(np.array_equal(data, noise(size, number)) for _, number, data in got)
         assert following(b)[:2] == (GOODBYE, 0)
         assert b.next(0.1) is None
         assert requests

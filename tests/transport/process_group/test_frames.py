@@ -69,7 +69,8 @@ def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -
     data = noise(20_000)  # two pieces
     with ExitStack() as stack:
         lower = stack.enter_context(LowerPeer(2, backlog=0 if lossy else None))
-        until(lambda: len(connections_to(lower.port)) == 2)  # before the first one is accepted
+        # Accept none before both have asked, and the second one in vain.
+        until(lambda: len(retransmits_to(lower.port)) == 2 and any(retransmits_to(lower.port)) >= lossy)
         for i in range(2):
             lower.accept(i).sendall(hello(lower.tokens, 0, i))
         until(lambda: lower.rank.traffic(0)[-1] == 2)
@@ -94,10 +95,10 @@ def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -
         assert kinds == [[DATA, DATA, GOODBYE]] * 2
 
 
-def connections_to(port: int) -> list[str]:
-    """Return the system's entries for connections to a local port, including unanswered ones."""
-    lines = Path("/proc/self/net/tcp").read_text().splitlines()
-    return [line for line in lines if line.split()[2].endswith(f":{port:04X}")]
+def retransmits_to(port: int) -> list[int]:
+    """Return how often each connection to a local port, answered or not, repeats its last segment now."""
+    entries = map(str.split, Path("/proc/self/net/tcp").read_text().splitlines())
+    return [int(entry[6], 16) for entry in entries if entry[2].endswith(f":{port:04X}")]
 
 
 def test_frames_of_nothing_are_no_messages() -> None:
