@@ -64,24 +64,24 @@ def test_a_command_runs_on_hosts_of_their_own_several_times_on_each(tmp_path: Pa
         " os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'], list(t.node_of_rank), link['asked'], r.values.tolist(), known)"
     )
     path = tmp_path / "link.json"
-    done = call(
-        *["run", "--ranks", "2", "--per-host", "2", "--rate", "100mbit", "--link-json", str(path)],
-        *["--", sys.executable, "-c", program],
-        MINE="mine",
-    )
+    options = "run", "--ranks", "2", "--rate", "100mbit", "--link-json", str(path)
+    done = call(*options, "--per-host", "2", "--", sys.executable, "-c", program, MINE="mine")
     assert done.returncode == 0, done.stderr
     for rank in range(4):
         host, known = rank // 2, ["10.77.0.254", f"10.77.0.{2 - rank // 2}"]
         says = f"rank {rank} sn{host} mine 1 2 [0, 0, 1, 1] 100000000.0 [396.0, 400.0] {sorted(known)}"
         assert says in done.stdout
     assert "# slow network: 2 hosts" in done.stdout.splitlines()[0]
-    link = json.loads(path.read_text())
-    assert 0.5e8 < link["rate"] < 1.05e8
-    assert 0.5e8 < link["rate_all"] < 1.05e8
-    assert 0 < link["alpha"] < 0.1
+    # If another program holds up a measurement, measure again.
+    until(lambda: is_right(json.loads(path.read_text())) or not call(*options, "--", "sleep", "0.5"), seconds=3 * SOON)
     assert links() == before
     assert folders() <= had
     assert not traces("os.environ['MINE']")
+
+
+def is_right(link: dict[str, float]) -> bool:
+    """Return whether the measurement of a link is about right for 100 Mb/s."""
+    return all(0.5e8 < link[rate] < 1.05e8 for rate in ("rate", "rate_all")) and 0 < link["alpha"] < 0.1
 
 
 @needs_network
