@@ -39,6 +39,10 @@ def late(name: str, **options: Any) -> list[dict[str, Any]]:
 
 @case_of_several
 def one_that_is_late_is_left_out_and_nothing_is_lost() -> None:
-    outcomes = late("by speed", by_speed=True)
-    nothing_is_lost(outcomes)
-    assert any(steps[0] > steps[1] for outcome in outcomes for steps in outcome["divisions"])
+
+    def fast_ranks_make_more_steps(attempt: int) -> bool:
+        outcomes = late(f"attempt {attempt}", by_speed=True)
+        nothing_is_lost(outcomes)
+        return any(steps[0] > steps[1] for outcome in outcomes for steps in outcome["divisions"])
+
+    assert any(map(fast_ranks_make_more_steps, range(20)))  # other programs may hold up the fast rank
