@@ -14,6 +14,7 @@ import pytest
 
 from bench.slow_network import network
 from bench.slow_network.__main__ import main
+from tests.processes import LIMIT
 from tests.slow_network.runs import PROGRAM, ROOT, call, folders, links, linux_only, needs_network, traces
 from tests.thinning import exhaustive
 from tests.waiting import SOON, until
@@ -37,7 +38,8 @@ def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subpr
         text=True,
     )
     try:
-        until(lambda: all(Path(mark + host).exists() for host in network.names(2)) or run.poll() is not None)
+        begun = [Path(mark + host) for host in network.names(2)]
+        until(lambda: all(path.exists() for path in begun) or run.poll() is not None, seconds=LIMIT)
         assert run.poll() is None, run.stdout and run.stdout.read()
         yield run, mark
     finally:
