@@ -70,7 +70,7 @@ test-all: say-test-all lint
 
 # Durations on 2 otherwise idle cores.
 say-demo: TAKES := half a minute. The first time it also compiles the library, in two minutes
-say-test: TAKES := 8 minutes. The first time it also installs PyTorch, JAX and more, in some minutes
+say-test: TAKES := 6 minutes. The first time it also installs PyTorch, JAX and more, in some minutes
 say-test-all: TAKES := more than 20 minutes. The first time it also installs PyTorch, JAX and more, in some minutes
 say-demo say-test say-test-all:
 	@echo "== $(@:say-%=make %), on 2 cores: $(TAKES)"
