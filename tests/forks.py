@@ -1,7 +1,7 @@
-"""A Python process that imports what programs need once and runs them in forks, since imports take so long.
+"""Runs programs in forks of a process that has already imported their packages, because imports take seconds.
 
-Every test may use the fixture `forks`. A process that has imported PyTorch serves all files of a run; for each file, a
-fork of it imports the rest.
+Every test may use the fixture `forks`. Each pytest process starts one server, which imports `COMMON`. For each test
+file, a fork of the server imports the file's ``IMPORTS``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT, free_port
+from tests.processes import ENVIRONMENT, LIMIT, ROOT, free_port
 
 SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "190"}
 SETTINGS |= {"HF_HUB_OFFLINE": "1"}
-COMMON = "torch._dynamo", "sparsecomm.torch"  # optimizers of PyTorch import the former, which takes as long as PyTorch
+# PyTorch's optimizers import `torch._dynamo`, which takes as long as importing PyTorch.
+COMMON = ("torch._dynamo", "sparsecomm.torch") if find_spec("torch") else ()
+HUNG = 124  # the status if ranks were killed because they took too long
 Run = Callable[..., tuple[int, str]]
 Ask = Callable[[Any], int]
-# Answers each line of stdin. A list of names: forks, and the fork imports them and reads on, until a line with null. A
-# job: forks ranks that run a file or the arguments of "-c" or "-m", and prints the worst status.
-SERVER = """
+# Reads one task per line, and prints a status for each. {"names"}: a fork imports them, and serves the next tasks until
+# null. {"words", ...}: forked ranks run a file or the arguments of "-c" or "-m"; the status is the worst of theirs.
+SERVER = (
+    f"HUNG = {HUNG}"
+    """
 import gc, json, os, runpy, sys, time, traceback
 
 def be(words, variables):
@@ -50,7 +54,7 @@ def be(words, variables):
         return 1
 
 def run(said, seconds, words, ranks, finalize):
-    children, worst, end = [], 0, time.monotonic() + seconds
+    children, worst, hung, end = [], 0, False, time.monotonic() + seconds
     for variables in ranks:
         if not (child := os.fork()):
             os.setpgid(0, 0)
@@ -69,14 +73,15 @@ def run(said, seconds, words, ranks, finalize):
                 children.remove(child)
                 status = os.waitstatus_to_exitcode(status)
                 worst = max(worst, abs(status), key=lambda number: (number > 0, number != 9, number))
-                if status > 0:  # leave the other ranks time to print errors
+                if status not in (0, -9):  # leave the other ranks time to print errors
                     end = min(end, time.monotonic() + 5)
         if time.monotonic() > end:
+            hung = worst in (0, 9)
             for child in children:
                 os.killpg(child, 9)
             end = float("inf")
         time.sleep(0.01)
-    return worst
+    return HUNG if hung else worst
 
 def serve(names):
     for name in names:
@@ -94,20 +99,23 @@ def serve(names):
 
 serve(sys.argv[1:])
 """
+)
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[Ask]:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", SERVER, *_installed(COMMON)]
-    with subprocess.Popen(command, env=SETTINGS, stdin=pipe, stdout=pipe, text=True) as server:
+    with subprocess.Popen(command, env=SETTINGS, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdin
         assert server.stdout
         answers = server.stdout
 
         def ask(task: Any) -> int:
             print(json.dumps(task), file=server.stdin, flush=True)
-            return int(answers.readline())
+            answer = answers.readline()
+            assert answer, "the fork server has ended"
+            return int(answer)
 
         assert answers.readline() == "0\n"
         yield ask
@@ -123,9 +131,10 @@ def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return a function that runs a file, or ``-c`` or ``-m``, with words: ``run(*words, ranks=0, **variables)``.
 
     Ranks have the variables of torchrun; with ``ranks=0`` one process runs without them. The function returns the
-    output of all ranks, and 0 or the largest exit status or signal number; 9, if a rank was killed and all others
-    succeeded. Some seconds after a rank fails, the other ranks are killed. `COMMON` and the module's ``IMPORTS`` are
-    imported already. With ``finalize``, Python ends properly in the ranks, which takes 0.3 s of CPU time.
+    largest exit status or signal number of the ranks, and their output. 9 (SIGKILL) counts only if no rank failed
+    otherwise. Some seconds after a rank fails otherwise, the other ranks are killed. Ranks that hang are killed, too;
+    the status is then `HUNG`. `COMMON` and the module's ``IMPORTS`` are imported already. With ``finalize``, ranks exit
+    through Python's finalization, which takes 0.3 s of CPU time.
     """
     said = tmp_path_factory.mktemp("forks") / "said"
 

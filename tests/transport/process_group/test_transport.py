@@ -23,4 +23,5 @@ def test_cases(P: int, killed: bool, tmp_path: Path, forks: Run) -> None:
     status, said = forks("-c", PROGRAM, tmp_path, ranks=P, finalize=True)
     errors = "".join(file.read_text() for file in tmp_path.glob("stderr*"))
     assert status == (signal.SIGKILL if killed else 0), said + errors
+    assert said.count(": finished") == P - 2 * killed, said  # one is killed, and one ends within a call
     assert not errors

@@ -389,3 +389,4 @@ def main(folder: str) -> None:
     for end in ENDS[P]:
         end()
     assert joining._joinings
+    print(f"rank {RANK}: finished\n", end="", flush=True)
