@@ -1,7 +1,7 @@
 // CUDA on the CPU: stands in for the compiler's built-ins, so that the kernels' own sources run without a GPU.
 //
-// Every CUDA thread is a fiber, which scheduler.cpp runs. Each module of kernels is compiled with this header, for many
-// types; it therefore includes little.
+// Every CUDA thread is a fiber, which scheduler.cpp runs. This header is compiled with each module of kernels and each
+// type, so it includes as little as possible.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,7 @@ constexpr int LANES = 32;
 
 enum class State { ready, barrier, warp, spinning, done };
 
-// Of the fiber that runs.
+// Where the running fiber is, and the numbers of threads per block and of blocks. `__thread` needs no initialization.
 struct Position {
     const Index *thread, *block;
     Index threads, blocks;
@@ -35,21 +35,23 @@ extern __thread Position position;
 // -- scheduler.cpp -----------------------------------------------------------------------------------------------
 
 uint64_t random();
-void made_progress();
+void made_progress();  // waits begin to count anew: see PATIENCE
 // End the launch with an error.
 [[noreturn]] void fail(const char* text);
 // Return to the scheduler, which resumes the fiber once it is ready.
 void wait_as(State state);
-void spin();
-// A warp operation: return what the lane `source` has given to "a shuffle", or the ballot of the lowest bits.
+void spin();  // wait in a polling loop
+// A warp operation. For "a shuffle", return the value that lane `source` has given; otherwise, return a mask of the lanes
+// whose values are odd.
 uint64_t warp(const char* operation, unsigned mask, uint64_t given, unsigned source = 0);
-// Return this block's memory of a declaration.
+// Return the running block's copy of a variable in shared memory.
 void* shared_memory(const void* declaration, size_t nbytes, size_t alignment);
-// Run `body(arguments)` in each thread; return 1 with a text in `error` if it does what a GPU would do silently wrong.
+// Run `body(arguments)` in each thread; return 0, or 1 with a text in `error` for a fault that a GPU
+// would not report.
 int launch(void (*body)(void*), void* arguments, unsigned grid, unsigned block, unsigned resident, uint64_t seed, char* error,
            size_t room);
 
-// -- for each type -----------------------------------------------------------------------------------------------
+// -- templates -----------------------------------------------------------------------------------------------------
 
 template <class T>
 T shuffled(unsigned mask, T v, unsigned source) {

@@ -219,16 +219,16 @@ class EmulatedRuntime:
     ) -> Path:
         """Compile a program as a shared library, which is cached in ``build/emulated``.
 
-        ``depends``: the texts that it includes.
+        ``depends``: the contents of the files that it includes.
         """
-        options = [*FLAGS, *self._flags, *options]
-        every = [program, *options, *depends, *(library.name for library in libraries)]
+        every = [program, *FLAGS, *self._flags, *options, *depends, *map(str, libraries)]
         digest = hashlib.sha256("\0".join(every).encode()).hexdigest()[:20]
         library = ROOT / "build" / "emulated" / f"{name}-{digest}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
             temporary = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            words = [*options, *(f"-I{folder}" for folder in folders), "-x", "c++", "-", "-x", "none", *libraries]
+            includes = (f"-I{folder}" for folder in folders)
+            words = [*FLAGS, *self._flags, *options, *includes, "-x", "c++", "-", "-x", "none", *libraries]
             done = subprocess.run(
                 [os.environ.get("CXX", "g++"), *words, "-o", str(temporary)],
                 input=program,

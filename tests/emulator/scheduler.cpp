@@ -4,7 +4,7 @@
 // another block writes, or at random at an atomic. A seeded scheduler then picks another. What a GPU would do silently
 // wrong is an error here: warp operations whose lanes do not meet, barriers that some threads have passed by, waits
 // that nobody ends, writes behind the end of shared memory (with AddressSanitizer). Shared memory starts as garbage.
-// It cannot see faults of memory order: every store is seen at once. Threads of the host have a device each.
+// It cannot see faults of memory order: every store is seen at once. Each thread of the host has its own device.
 #include "emulator.hpp"
 
 #include <cstdio>
@@ -76,7 +76,7 @@ struct Thread {
     Block* block = nullptr;
     Index index{0};
     State state = State::ready;
-    const char* operation = "";  // of the warp, that it waits in
+    const char* operation = "";  // the warp operation in which it waits
     unsigned mask = 0;
     uint64_t given = 0, got = 0;
     unsigned source = 0;
@@ -300,7 +300,7 @@ void run(unsigned grid, unsigned block, unsigned resident) {
         }
     }
     for (auto& b : running)
-        for (Thread& t : b->threads) machine.stacks.push_back(std::move(t.stack));  // abandoned fibers own nothing
+        for (Thread& t : b->threads) machine.stacks.push_back(std::move(t.stack));  // abandoned fibers own at most the text of an error
 }
 
 }  // namespace
