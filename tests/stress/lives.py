@@ -92,7 +92,7 @@ class Life:
     @property
     def timeout(self) -> int:
         """Return the seconds for which ranks wait for each other; nobody may answer after an interrupt."""
-        return 15 if any(event.kind == "interrupt" for event in self.events) else 60
+        return 15 if any(event.kind == "interrupt" for event in self.events) else 20
 
     @property
     def exact(self) -> bool:

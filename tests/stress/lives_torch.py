@@ -23,7 +23,7 @@ from tests.torch import changes
 from tests.torch.changes import GROUPS, MOMENTS, SHAPES, WAYS, WEIGHTS
 
 RATES = (0.02, 0.01)  # of the parameter groups
-GROUP_TIMEOUT = datetime.timedelta(seconds=120)
+GROUP_TIMEOUT = datetime.timedelta(seconds=30)
 
 
 class InterruptError(Exception):
